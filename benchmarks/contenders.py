@@ -12,7 +12,8 @@ from itertools import islice, pairwise
 from typing import Any
 
 from whale.cli.search_text import in_short
-from whale.commands.searching import Choice, PlanWriter, Trial, search_plans
+from whale.commands.plan_writer import Choice, PlanWriter, Trial
+from whale.commands.searching import search_plans
 from whale.errors import UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile

@@ -41,7 +41,8 @@ from hunt_rivals import Makers, Rival, rivals
 
 from whale.cli.model_loader import load_model
 from whale.cli.search import _Model, search
-from whale.commands.searching import Choice, PlanWriter, Searched, Trial, search_plans, settings_for
+from whale.commands.plan_writer import Choice, PlanWriter, Trial
+from whale.commands.searching import Searched, search_plans, settings_for
 from whale.compile.compilation import Compilation
 from whale.errors import InfeasibleError, ScheduleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster

@@ -32,7 +32,7 @@ from hunt_rivals import Makers, Mesh, random_meshes, simple_meshes
 
 from whale.cli.model_loader import load_model
 from whale.cli.search import _Model, search
-from whale.commands.searching import Choice, PlanWriter, Trial
+from whale.commands.plan_writer import Choice, PlanWriter, Trial
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.planner.catalog import device_types

@@ -54,7 +54,7 @@ from whale.strategies.regions import (
     expert_ways,
 )
 
-__all__ = ["profile_model"]
+__all__ = ["KnownLayers", "profile_model"]
 
 ROWS = (2, 3, 4)
 """Rows at which layers are traced. Not 1, where some copies are views."""
@@ -64,6 +64,9 @@ LEAST_ROWS = 2
 
 ELEMENT_BYTES = (2, 4, 8)
 """The dtypes in which a profile may be read."""
+
+KnownLayers = dict[tuple[int, ...], Mapping[int, LayeredModel]]
+"""Layers of a captured model, by the rows for which they were captured together."""
 
 STAND_IN = torch.bfloat16
 """The stand-in for the run's dtype; tensors that a model holds in float32 on purpose then differ from it."""
@@ -80,6 +83,7 @@ def profile_model(
     captured: Captured | None = None,
     precision: str | None = None,
     rules: bool = False,
+    known: KnownLayers | None = None,
 ) -> ModelProfile:
     """Profile *model*, trained on batches like *batch* (of which only shapes matter, and not the number of rows).
 
@@ -88,11 +92,12 @@ def profile_model(
     With *captured*, a capture of the training model as it is, the profile is of a run in the model's own number type.
     With a *precision*, ``bf16`` or ``fp16``, it is of a run under ``torch.autocast``, as *captured* then is.
     With *rules* it has what each rule of recompute keeps and computes again; layers then take about twice as long.
+    *known* has the layers that an earlier profile of the same model and batch captured, and gets those of this one.
 
     Raises:
         CaptureError, UsageError: the model cannot be captured, or is none that training could split into rows.
     """
-    capturing = _Capturing(model, batch, loss_fn, captured, precision)
+    capturing = _Capturing(model, batch, loss_fn, captured, precision, {} if known is None else known)
     models = capturing.at_rows(ROWS)
     first = models[ROWS[0]]
     costs = [_KindCosts(models, kind, rules=rules) for kind in range(len(first.chain.names))]
@@ -221,8 +226,16 @@ class _Capturing(NamedTuple):
     loss_fn: Callable[..., Any] | None
     captured: Captured | None
     precision: str | None
+    known: KnownLayers
 
     def at_rows(self, rows: Sequence[int]) -> Mapping[int, LayeredModel]:
+        """The model for these rows, captured once."""
+        key = tuple(rows)
+        if key not in self.known:
+            self.known[key] = self._captured_at(rows)
+        return self.known[key]
+
+    def _captured_at(self, rows: Sequence[int]) -> Mapping[int, LayeredModel]:
         """The model with the stand-in for its number type; as it is where it cannot be converted, is captured, or
         computes under ``torch.autocast``."""
         how: dict[str, Any] = {"loss_fn": self.loss_fn}

@@ -24,6 +24,8 @@ from whale.planner.cost.memory import run_kept_bytes
 from whale.planner.cost.precision import precision_named
 from whale.planner.cost.stage import CostModel
 from whale.planner.search import Progress, SearchSettings, StageChoice, evaluate, search
+from whale.strategies import profile
+from whale.strategies.layers import layered
 from whale.strategies.profile import profile_model
 
 CARD = DeviceType.of("card", speed={"float32": 1e10}, memory_bytes=2**33, memory_bandwidth=1e9)
@@ -173,3 +175,20 @@ def test_what_was_found_under_one_rule_stays_where_the_search_is_stopped_under_t
     machines = Cluster.homogeneous(1, replace(card, memory_bytes=tight))
     best = search(found, machines, batch=16, settings=settings, progress=told, stop=lambda: bool(asked)).best
     assert {stage.recompute for stage in best.stages} == {"selective"}
+
+
+def test_layers_are_captured_once_for_a_profile_and_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = decoder(layers=2, heads=4, width=32).float().to("meta"), tokens(4, 32)
+    trial = CandidateCompiler(model, batch, name="few rows")
+    calls: list[object] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return layered(*args, **kwargs)
+
+    monkeypatch.setattr(profile, "layered", counted)
+    given: dict[str, Any] = {"tensor_degrees": (1, 2), "captured": trial.captured, "name": "few rows"}
+    plain = profile_model(model, batch, **given, known=trial.layers)
+    ruled = trial.with_rules(plain)
+    assert len(calls) == 1
+    assert ruled.kinds == profile_model(model, batch, **given, rules=True).kinds

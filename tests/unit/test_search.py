@@ -350,3 +350,22 @@ def test_a_device_that_gets_no_rows_is_left_out() -> None:
     plan = PartialPlan(meshes=(Mesh((1, 1), 1, 1),), starts=(0,), micro_batches=1, schedule="1f1b")
     (stage,) = laid_out(table, plan, 3).stages
     assert (stage.ranks, stage.data, stage.rows) == ((0,), 1, (3,))
+
+
+def test_neighbours_stand_in_the_order_in_which_messages_wait_least() -> None:
+    """Two stages that are far from the bottleneck take as long in either order, by a bound."""
+    types = [card("a"), card("b"), card("c", 0.06)]
+    times = ({"cpu-a": 0.015, "cpu-b": 0.02, "cpu-c": 0.015}, {"cpu-a": 0.01, "cpu-b": 0.015, "cpu-c": 0.01})
+    sizes = ({"kept": 5e6, "output": 1e6, "name": "0"}, {"kept": 1e5, "output": 1e3, "name": "1"})
+    kinds = [
+        layer(own, degrees=(1, 2), parameters=2e6, **size)  # type: ignore[arg-type]
+        for own, size in zip(times, sizes, strict=True)
+    ]
+    given = chain(kinds, (0, 1, 0, 1, 1, 0, 0, 1))
+    cluster = machines([types[index] for index in (0, 0, 1, 1, 1, 2)], Link(bandwidth=1e8, latency=1e-5))
+    stages = [
+        StageChoice(first=first, last=last, ranks=ranks, data=1, tensor=len(ranks), rows=(1,))
+        for first, last, ranks in ((0, 2, (1,)), (2, 4, (2, 3)), (4, 5, (4,)), (5, 8, (0, 5)))
+    ]
+    best = search(given, cluster, batch=12, settings=SearchSettings(time_limit=300.0)).best.prediction.step_seconds
+    assert best <= 1.0001 * evaluate(given, cluster, stages, micro_batches=12).prediction.step_seconds

@@ -9,7 +9,7 @@ import pytest
 
 from whale.cli.model_loader import load_model
 from whale.commands.candidates import CandidateCompiler
-from whale.commands.searching import PlanWriter
+from whale.commands.plan_writer import PlanWriter
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types

@@ -15,7 +15,8 @@ from whale.cli.model_loader import LoadedModel, load_model
 from whale.cli.search_text import in_short
 from whale.commands.automatic import expert_degrees
 from whale.commands.candidates import CandidateCompiler
-from whale.commands.searching import PlanWriter, search_plans
+from whale.commands.plan_writer import PlanWriter
+from whale.commands.searching import search_plans
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile

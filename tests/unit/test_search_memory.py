@@ -18,7 +18,7 @@ from whale.annotations import module_scopes
 from whale.cli.model_loader import load_model
 from whale.commands.automatic import expert_degrees, tensor_degrees
 from whale.commands.candidates import CandidateCompiler
-from whale.commands.searching import Choice, PlanWriter
+from whale.commands.plan_writer import Choice, PlanWriter
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.small_models import decoder, tokens
 from whale.cli.model_loader import load_model
-from whale.commands import searching
+from whale.commands import compiled_candidates
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.planning import make_plan
 from whale.commands.searching import Searched, search_plans
@@ -146,7 +146,7 @@ def test_plans_compiled_by_forked_processes_are_the_same(monkeypatch: pytest.Mon
     cluster = Cluster.of([(f"node{index}", PROCESSOR) for index in range(4)], inter=Link(bandwidth=1e8, latency=5e-5))
     settings = SearchSettings(time_limit=100)
     alone = search_plans(given, cluster, batch=16, settings=settings, trial=own)
-    monkeypatch.setattr(searching, "WORTH_SHARING", 0)
+    monkeypatch.setattr(compiled_candidates, "WORTH_SHARING", 0)
     shared = search_plans(given, cluster, batch=16, settings=settings, trial=own, processes=2)
     assert len(alone.choices) > 2
     assert [choice.plan.dumps() for choice in shared.choices] == [choice.plan.dumps() for choice in alone.choices]

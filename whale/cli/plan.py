@@ -25,7 +25,7 @@ from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.cost.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
-    from whale.commands.searching import Choice
+    from whale.commands.plan_writer import Choice
     from whale.ir.cluster import Cluster
     from whale.ir.plan import Plan
     from whale.ir.profile import ModelProfile

@@ -9,7 +9,8 @@ from whale.cli.search_text import against_the_best, in_short
 from whale.ir.search_record import MAX_POINTS, RecordedCandidate, RecordedDrop, RecordedPoint, SearchRecord
 
 if TYPE_CHECKING:
-    from whale.commands.searching import Choice, Searched
+    from whale.commands.plan_writer import Choice
+    from whale.commands.searching import Searched
     from whale.ir.cluster import Cluster
 
 __all__ = ["record_of"]

@@ -14,7 +14,8 @@ from whale.cli.tables import text_table
 from whale.errors import UsageError, WhaleError
 
 if TYPE_CHECKING:
-    from whale.commands.searching import Choice, Searched
+    from whale.commands.plan_writer import Choice
+    from whale.commands.searching import Searched
     from whale.ir.cluster import Cluster
     from whale.planner.search import Candidate, StageChoice
 

@@ -190,6 +190,7 @@ def search_inputs(
             captured=trial.captured,
             precision=trial.options.precision,
             rules=rules,
+            known=trial.layers,
         ).model_copy(update={"model_hash": hash_})
     elif profile.model_hash not in ("", hash_):
         raise UsageError(

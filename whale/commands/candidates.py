@@ -29,7 +29,7 @@ from whale.planner.cost.optimizers import Optimizer
 from whale.predict.costs import Costs
 from whale.predict.peak_memory import Device, Known, brief_peak_memory
 from whale.predict.prediction import predict
-from whale.strategies.profile import profile_model
+from whale.strategies.profile import KnownLayers, profile_model
 
 __all__ = ["CandidateCompiler", "scopes_by", "take_scopes"]
 
@@ -82,6 +82,7 @@ class CandidateCompiler:
                 "modules with whale.annotate, or let 'whale plan' divide the work of the model as it is annotated"
             )
         self._known = Known()
+        self.layers: KnownLayers = {}
         self.num_operators = len(self.traced.flow.calls)
         self.identity, self.dtype = ModelIdentity(name=name, hash=self.traced.hash), self.traced.dtype
 
@@ -103,6 +104,7 @@ class CandidateCompiler:
             captured=self.captured,
             precision=self.options.precision,
             rules=True,
+            known=self.layers,
         )
         ruled = [
             old.model_copy(update={"variants": new.variants, "expert_variants": new.expert_variants})

@@ -9,47 +9,33 @@ count. This module does not import torch: `whale.commands.candidates` compiles p
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from whale.commands.shared import Shared
-from whale.errors import InfeasibleError, UsageError, WhaleError
+from whale.commands.compiled_candidates import CompiledCandidates
+from whale.commands.plan_writer import Choice, PlanWriter, Trial, shortage_of
+from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.micro_batches import rows_of_micro_batch
-from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import RECOMPUTES, Recompute
-from whale.ir.units import bytes_text
-from whale.ir.workload import Prediction, Workload
+from whale.ir.workload import Prediction
 from whale.planner.advice import advised
 from whale.planner.balance.by_speed import pipeline_by_speed
 from whale.planner.cost.precision import BY_DTYPE
 from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
-from whale.planner.schedules.orders import FITTED
 from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.problem import PRICED
-from whale.planner.search.simple import least_after_compiling, simple_plans
-from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
+from whale.planner.search.simple import simple_plans
 
-__all__ = [
-    "Choice",
-    "PlanWriter",
-    "Searched",
-    "Trial",
-    "plan_pipeline",
-    "search_plans",
-    "settings_for",
-    "why_slower",
-]
+__all__ = ["Searched", "plan_pipeline", "search_plans", "settings_for", "why_slower"]
 
 SEARCH_SHARE = 0.5
 """Fraction of the time limit for the search, if a plan fits and there is a model to compile; the rest is for
@@ -58,70 +44,14 @@ compiling."""
 LEAST_SHARE = 0.25
 """Fraction of the time limit for another search with less memory."""
 
-PATIENCE = 2.0
-"""Multiple of the time limit for which candidates are compiled as long as none can be run."""
-
 RESERVE = 20
 """Number of further candidates that are compiled as long as none can be run."""
-
-MOST_UNSURE, UNSURE_OPERATORS = 8, 8192
-"""Limits on the further candidates that are compiled because they could be better than the best compiled one, and on
-the operators of all of them together. Both are counted, so that a busy machine leads to the same plans."""
-
-WORTH_SHARING = 4096
-"""Operators of all candidates together, about a second of compiling, that are shared with other processes; a fork, and
-what each finds that the others know, cost some."""
-
-GAIN = 1e-3
-"""Smallest relative improvement for which another candidate is compiled."""
 
 REORDERED = 2
 """Number of the best compiled plans on which schedules are tried that the search does not price."""
 
 MOST_WEIGHED = 4096
 """Largest number of micro-batches that is tried as a remedy if a plan does not fit."""
-
-
-class Trial(Protocol):
-    """A candidate compiler; `whale.commands.candidates.CandidateCompiler` is one."""
-
-    identity: ModelIdentity
-    dtype: str
-    num_operators: int
-
-    def uncut(self, micro_batches: int) -> str:
-        """Reason why the batch cannot be divided into a number of micro-batches; empty if it can."""
-
-    def places(self, anchors: Sequence[str]) -> Iterable[tuple[str, int]]:
-        """For each operator of the model, its module path and its stage, if stages begin with *anchors*."""
-
-    def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
-        """Compile the plan, and predict its step."""
-
-    def forked(self) -> None:
-        """Called in a forked process before it predicts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A plan that the search proposes.
-
-    Attributes:
-        candidate: with the score of the search.
-        plan: with the prediction of the compiled step if *compiled*, else with the search's.
-        compiled: whether it was compiled.
-        reason: why it is rejected; empty if it is not, as far as known.
-    """
-
-    candidate: Candidate
-    plan: Plan
-    compiled: bool = False
-    reason: str = ""
-
-    @property
-    def prediction(self) -> Prediction:
-        """The most accurate prediction of its step."""
-        return self.plan.prediction or self.candidate.prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +151,7 @@ def search_plans(
     wanted = replace(settings, top=settings.top + RESERVE)
     writer = PlanWriter(profile, cluster, batch, trial)
     limit = settings.time_limit
-    tried = _Tried(writer, trial, base, begin + limit, limit, stop, processes)
+    tried = CompiledCandidates(writer, trial, base, begin + limit, limit, stop, processes)
 
     def searched(where: Cluster, how: SearchSettings, known: Memo | None) -> Found:
         """The plans of a search, of which the best are compiled."""
@@ -258,166 +188,12 @@ def search_plans(
     )
 
 
-class _Timed(NamedTuple):
-    """A candidate that was tried, and the seconds that it took."""
-
-    choice: Choice
-    seconds: float
-
-
-@dataclass
-class _Tried:
-    """Candidates that were compiled, or written down where there was no time for that.
-
-    Attributes:
-        schedule: in place of that by which the search went, if not None.
-        until: the time at which no more are compiled, if one can be run.
-        time_limit: seconds that end then.
-        processes: which compile.
-        room: of each device type, the part of its memory that candidates of another search may take.
-    """
-
-    writer: PlanWriter
-    trial: Trial
-    schedule: str | None
-    until: float
-    time_limit: float
-    stopped: Callable[[], bool]
-    processes: int
-    choices: list[Choice] = field(default_factory=list)
-    refused: list[Choice] = field(default_factory=list)
-    longest: float = 0.0
-    seen: set[object] = field(default_factory=set)
-    room: dict[str, float] = field(default_factory=dict)
-
-    def gives_up(self) -> bool:
-        """Whether no other is compiled although none can be run."""
-        return self.stopped() or time.monotonic() > self.until + (PATIENCE - 1) * self.time_limit
-
-    def late(self) -> bool:
-        """Whether there is one that can be run, and no time to compile another."""
-        return self.stopped() or (bool(self.choices) and time.monotonic() + self.longest > self.until)
-
-    def best_of(self, found: Found, simple: Callable[[], Sequence[Candidate]], top: int) -> None:
-        """Compile the best that a search found, then each of the *simple* plans that could be better, then the others
-        of the *top*; as long as none of these can be run, the next ones; and at last those that would be better than
-        the best so far if compiling made them as much faster as any of these."""
-        first, *others = found.candidates[:top]
-        with self._shared(others) as shared:
-            self.compile(first, self.schedule)
-            for candidate in () if self.late() else simple():
-                best = min((one.prediction.step_seconds for one in self.choices if one.compiled), default=inf)
-                least = max(least_after_compiling(candidate), _least_with_sums(candidate.workload))
-                if least < best and not self.late():
-                    self.compile(candidate, self.schedule)
-            for number, candidate in enumerate(others):
-                self.compile(candidate, self.schedule, partial(shared.result, number))
-        for candidate in found.candidates[top:]:
-            if self.choices or self.gives_up():
-                break
-            self.compile(candidate, self.schedule)
-        unsure = sorted((*found.candidates[top:], *found.near), key=lambda one: one.prediction.step_seconds)
-        for candidate in unsure[: min(MOST_UNSURE, UNSURE_OPERATORS // max(1, self.trial.num_operators))]:
-            compiled = [one for one in self.choices if one.compiled]
-            gained = min((_seconds(one) / one.candidate.prediction.step_seconds for one in compiled), default=0.0)
-            best = min(map(_seconds, compiled), default=0.0)
-            if candidate.prediction.step_seconds * gained >= best * (1 - GAIN) or self.late():
-                break
-            self.compile(candidate, self.schedule)
-
-    def _shared(self, candidates: Sequence[Candidate]) -> Shared[_Timed]:
-        """Some candidates, compiled by several processes where that takes long enough."""
-        much = self.trial.num_operators * len(candidates) > WORTH_SHARING and not self.late()
-        return Shared(
-            lambda number: self._compiled(self._scheduled(candidates[number], self.schedule)),
-            len(candidates),
-            processes=self.processes if much else 1,
-            forked=self.trial.forked,
-        )
-
-    def compile(
-        self, candidate: Candidate, schedule: str | None = None, compiled: Callable[[], _Timed] | None = None
-    ) -> None:
-        """Compile a candidate with its schedule or another, unless one that takes the same was, or write it down where
-        it is late. *compiled* returns it compiled by another process."""
-        candidate = self._scheduled(candidate, schedule)
-        prediction = candidate.prediction
-        look = len(candidate.stages), candidate.micro_batches, candidate.schedule, *prediction.breakdown.values()
-        if look in self.seen:
-            return
-        self.seen.add(look)
-        if self.late():
-            timed = self._timed(candidate, self.writer.written)
-        else:
-            timed = self._compiled(candidate) if compiled is None else compiled()
-        (self.refused if timed.choice.reason else self.choices).append(timed.choice)
-        self.longest = max(self.longest, timed.seconds)
-
-    def _scheduled(self, candidate: Candidate, schedule: str | None) -> Candidate:
-        return replace(candidate, schedule=schedule or candidate.schedule)
-
-    def _compiled(self, candidate: Candidate) -> _Timed:
-        return self._timed(candidate, partial(self.writer.compiled, trial=self.trial))
-
-    def _timed(self, candidate: Candidate, write: Callable[[Candidate], Choice]) -> _Timed:
-        """Write a candidate as a plan; the choice has the reason if it cannot be annotations of this model."""
-        began = time.monotonic()
-        try:
-            choice = write(candidate)
-        except UsageError as error:
-            choice = Choice(candidate=candidate, plan=self.writer.unwritten(candidate), reason=str(error))
-        return _Timed(choice, time.monotonic() - began)
-
-    def with_less_memory(self, cluster: Cluster) -> Cluster | None:
-        """The cluster with less memory, by the factor by which compiled plans exceed the search's prediction, by device
-        type; None if memory is not why no plan can be run."""
-        unfit = [choice for choice in self.refused if choice.compiled]
-        types, tighter = [device.type.name for device in cluster.devices], False
-        for type_ in set(types):
-            for choice in unfit:
-                said, real = (
-                    max((one.total for one in given.memory if types[one.rank] == type_), default=0)
-                    for given in (choice.candidate.prediction, choice.prediction)
-                )
-                if said and said / real < self.room.get(type_, 1.0):
-                    self.room[type_], tighter = said / real, True
-        return _with_memory(cluster, self.room) if tighter else None
-
-
-def _least_with_sums(workload: Workload) -> float:
-    """Least seconds of a step in which a stage sums its gradients: it computes all its micro-batches, and the sums
-    begin with the backward of the last at the earliest.
-
-    >>> from whale.ir.workload import Reduction, StageWork
-    >>> stage = StageWork(ranks=(0, 1), forward=(1, 1), backward=(2, 2), weights=(1, 1), kept_bytes=(0, 0))
-    >>> sums = tuple(Reduction(ranks=(0, 1), stages=(0,), bytes=8, seconds=seconds) for seconds in (2, 3))
-    >>> _least_with_sums(Workload(world_size=2, micro_batches=3, stages=(stage,), reductions=sums))
-    12.0
-    """
-    sums = defaultdict[tuple[tuple[int, ...], tuple[int, ...]], float](float)
-    for reduction in workload.reductions:
-        sums[reduction.stages, reduction.ranks] += reduction.seconds
-    full = workload.micro_batches - 1
-    least = 0.0
-    for (stages, _), seconds in sums.items():
-        for stage in (workload.stages[index] for index in stages):
-            times = zip(stage.forward, stage.backward, strict=True)
-            before = min(full * (ahead + back) + workload.last_share * ahead for ahead, back in times)
-            least = max(least, before + seconds)
-    return least
-
-
-def _seconds(choice: Choice) -> float:
-    return choice.prediction.step_seconds
-
-
-def _with_memory(cluster: Cluster, parts: Mapping[str, float]) -> Cluster:
-    """The cluster with a part of the memory of each device type."""
-    types = {
-        device.type.name: replace(device.type, memory_bytes=int(device.memory_bytes * parts.get(device.type.name, 1.0)))
-        for device in cluster.devices
-    }
-    return replace(cluster, devices=tuple(replace(one, type=types[one.type.name]) for one in cluster.devices))
+def _reordered(choices: Sequence[Choice], schedules: Sequence[str]) -> Iterator[Candidate]:
+    """The best of the compiled pipelines with other schedules."""
+    pipelines = [one for one in _ranked(choices) if one.compiled and len(one.candidate.stages) > 1]
+    for choice, schedule in product(pipelines[:REORDERED], schedules):
+        if choice.candidate.micro_batches > 1:
+            yield replace(choice.candidate, schedule=schedule)
 
 
 def _shown(choices: Sequence[Choice], count: int) -> tuple[Choice, ...]:
@@ -432,14 +208,6 @@ def _shown(choices: Sequence[Choice], count: int) -> tuple[Choice, ...]:
 def _ranked(choices: Iterable[Choice]) -> list[Choice]:
     """Sort key: compiled plans first, the fastest first."""
     return sorted(choices, key=lambda choice: (not choice.compiled, choice.prediction.step_seconds))
-
-
-def _reordered(choices: Sequence[Choice], schedules: Sequence[str]) -> Iterator[Candidate]:
-    """The best of the compiled pipelines with other schedules."""
-    pipelines = [one for one in _ranked(choices) if one.compiled and len(one.candidate.stages) > 1]
-    for choice, schedule in product(pipelines[:REORDERED], schedules):
-        if choice.candidate.micro_batches > 1:
-            yield replace(choice.candidate, schedule=schedule)
 
 
 def _require_priced(settings: SearchSettings) -> None:
@@ -502,7 +270,7 @@ def plan_pipeline(
     )
     prices = prices.under(recompute)
     candidate = _pipeline(prices, cuts, batch, micro_batches, replicas, schedule)
-    lacking = _lacking(candidate.prediction)
+    lacking = shortage_of(candidate.prediction)
     if lacking:
         divisors = (count for count in range(micro_batches + 1, min(batch, MOST_WEIGHED) + 1) if batch % count == 0)
         tried = ((_pipeline(prices, cuts, batch, count, replicas, schedule), count) for count in divisors)
@@ -540,101 +308,6 @@ def _pipeline(
             )
         )
     return score(prices, stages, micro_batches=micro_batches, schedule=schedule, batch=batch)
-
-
-@dataclass(frozen=True)
-class PlanWriter:
-    """Writes candidates as plans, and compiles them.
-
-    Attributes:
-        profile: of the model.
-        cluster: the devices.
-        batch: rows of the global batch.
-        trial: the model; None: there is only the profile.
-    """
-
-    profile: ModelProfile
-    cluster: Cluster
-    batch: int
-    trial: Trial | None
-
-    def unwritten(self, candidate: Candidate) -> Plan:
-        """The ranks and axes alone, for an annotated model."""
-        plan = plan_of(candidate, self.cluster, batch=self.batch, annotations={}, model=self._identity())
-        return self._in_precision(plan)
-
-    def written(self, candidate: Candidate, *, by_speed: bool = False) -> Choice:
-        """Not compiled."""
-        shares = None
-        if by_speed and self.trial is not None:
-            shares = [split_shares(stage, self.cluster, self.trial.dtype) for stage in candidate.stages]
-        plan = plan_of(
-            candidate,
-            self.cluster,
-            batch=self.batch,
-            annotations=self._annotations(candidate.stages),
-            model=self._identity(),
-            shares=shares,
-        )
-        return Choice(candidate=candidate, plan=self._in_precision(plan))
-
-    def _in_precision(self, plan: Plan) -> Plan:
-        """The plan with the precision of ``torch.autocast`` under which the model was captured, if it was."""
-        if not self.profile.autocast:
-            return plan
-        said = plan.model_copy(update={"precision": self.profile.autocast})
-        return said if plan.prediction is None else said.with_prediction(plan.prediction, plan.workload)
-
-    def compiled(self, candidate: Candidate, trial: Trial) -> Choice:
-        """Compile a candidate; if tensor groups have mixed devices, with shards by speed if that is faster. The reason
-        of the choice says why it does not compile or fit.
-
-        Raises:
-            UsageError: it cannot be written as annotations of this model.
-        """
-        even = self.with_prediction(self.written(candidate), trial)
-        if not any(split_shares(stage, self.cluster, trial.dtype) for stage in candidate.stages):
-            return even
-        uneven = self.with_prediction(self.written(candidate, by_speed=True), trial)
-        return min(even, uneven, key=lambda choice: (bool(choice.reason), choice.prediction.step_seconds))
-
-    def with_prediction(self, choice: Choice, trial: Trial) -> Choice:
-        """Compile a written candidate, and put the prediction into its plan; the reason of the choice says why it does
-        not compile or fit."""
-        try:
-            prediction, workload = trial.predict(choice.plan, self.profile, self.cluster)
-            plan = choice.plan.with_prediction(prediction, workload)
-            if plan.schedule in FITTED:  # to times that are known now, and with them what it keeps in flight
-                prediction, workload = trial.predict(plan, self.profile, self.cluster)
-                plan = choice.plan.with_prediction(prediction, workload)
-        except WhaleError as error:
-            return replace(choice, reason=str(error))
-        return replace(choice, plan=plan, compiled=True, reason=_lacking(prediction))
-
-    def _identity(self) -> ModelIdentity | None:
-        if self.trial is not None:
-            return self.trial.identity
-        return ModelIdentity(name=self.profile.name, hash=self.profile.model_hash) if self.profile.model_hash else None
-
-    def _annotations(self, stages: Sequence[StageChoice]) -> Mapping[str, tuple[str, ...]]:
-        paths = self.profile.paths
-        if not any(paths):
-            return {}
-        anchors = [paths[stage.first] for stage in stages]
-        first = stages[0]
-        anchors[0] = next((path for path in paths[first.first : first.last] if path), "")
-        if self.trial is not None and len(stages) > 1 and all(anchors):
-            return annotations_of(stages, anchors, self.trial.places(anchors), self.profile.experts)
-        places = [(paths[layer], index) for index, one in enumerate(stages) for layer in range(one.first, one.last)]
-        return annotations_of(stages, anchors, [one for one in places if one[0]], self.profile.experts)
-
-
-def _lacking(prediction: Prediction) -> str:
-    """The device that lacks the most memory, and how much; empty if all fit."""
-    worst = max(prediction.memory, key=lambda device: device.total - device.capacity)
-    if prediction.fits:
-        return ""
-    return f"needs {bytes_text(worst.total)} on {worst.device}, which has {bytes_text(worst.capacity)}"
 
 
 def why_slower(best: Prediction, other: Prediction) -> str:
