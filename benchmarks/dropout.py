@@ -8,9 +8,12 @@ as the local model does; the local model runs the same two.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from harness import HEAD, arguments, report, side_by_side, table
+from models import batch, gpt2
 
 import whale
 from whale.cli.model_loader import load_model
@@ -41,6 +44,17 @@ def step_row(repeats: int) -> tuple[str, ...]:
     return side_by_side(case, sides[0], sides[1], repeats=repeats, target=1.1).cells()
 
 
+def attention_row(width: int, repeats: int) -> tuple[str, ...]:
+    """Whale's step with dropout in attention alone against its step without."""
+    sides, whole = [], batch(8, 128)
+    for dropout in (0.1, 0.0):
+        model = gpt2(width=width, layers=12, attention_dropout=dropout)
+        parallel = whale.parallelize(model, whole, device="cpu", micro_batches=2)
+        sides.append(lambda parallel=parallel: (parallel.zero_grad(), parallel.train_step(**whole)))
+    case = f"GPT-2 of 12 layers, {width} wide, with dropout in attention against without"
+    return side_by_side(case, sides[0], sides[1], repeats=repeats, target=1.1).cells()
+
+
 def local_row(repeats: int) -> tuple[str, ...]:
     """Whale's step with dropout against the local model's."""
     loaded = load_model("examples/models/gpt.py:gpt", {**SIZES, "dropout": 0.1}, device="cpu")
@@ -64,7 +78,8 @@ def local_row(repeats: int) -> tuple[str, ...]:
 def main() -> None:
     options = arguments("dropout by position against torch's")
     torch.set_num_threads(1)
-    rows = [make(options.repeats) for make in (mask_row, step_row, local_row)]
+    makes = (mask_row, *(partial(attention_row, width) for width in (128, 256)), step_row, local_row)
+    rows = [make(options.repeats) for make in makes]
     report("dropout", options, table(HEAD, rows))
 
 

@@ -1,4 +1,4 @@
-"""The models of the benchmarks: Hugging Face GPT-2 and Llama without dropout, and their batches."""
+"""The models of the benchmarks: Hugging Face GPT-2 and Llama, without dropout unless asked for, and their batches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ WORDS = 1024
 
 
 def gpt2(
-    *, width: int = 256, layers: int = 4, length: int = 128, heads: int = 4, activation: str = "gelu_new"
+    *,
+    width: int = 256,
+    layers: int = 4,
+    length: int = 128,
+    heads: int = 4,
+    activation: str = "gelu_new",
+    attention_dropout: float = 0.0,
 ) -> nn.Module:
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=WORDS,
-        activation_function=activation, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        activation_function=activation, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=attention_dropout, use_cache=False,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return GPT2LMHeadModel(config)

@@ -65,6 +65,12 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, CUDAHooks)
 
 SMALL: dict[str, dict[str, object]] = {
     "examples/models/gpt.py:gpt": {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "vocab": 64},
+    "examples/models/llama.py:llama": {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "vocab": 64},
+    "examples/models/bert.py:bert": {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "vocab": 64},
+    "examples/models/t5.py:t5": {"layers": 1, "hidden": 64, "heads": 4, "seq": 32, "vocab": 64},
+    "examples/models/moe.py:moe": {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "vocab": 64},
+    "examples/models/gshard.py:gshard": {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "vocab": 64},
+    "examples/models/resnet.py:resnet": {"layers": 14, "classes": 10, "size": 32},
     "hf:gpt2": {"num_hidden_layers": 2, "n_embd": 64, "n_head": 4, "sequence_length": 32},
     "hf:llama": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "sequence_length": 32},
     "hf:bert": {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 128, "sequence_length": 32},

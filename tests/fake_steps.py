@@ -117,6 +117,8 @@ def layout_of(model: nn.Module, name: str) -> tuple[dict[str, Any], dict[str, An
     if len(lists) != 1:
         return None
     (path,) = lists
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        options = {}  # micro-batches would change what it computes
     return {f"{path}.0": [whale.stage(2), whale.replicate(2)], f"{path}.1": [whale.stage(2), whale.split(2)]}, options
 
 

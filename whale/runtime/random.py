@@ -340,7 +340,8 @@ class SeededAttention(SeededPart):
             weights = torch.ops.aten._safe_softmax.default(scores, -1)
         columns = column_numbers((((0, key.shape[-2]),),), scores.device)
         mask = PositionMask(1.0 - dropout_p, self.key_of_all, self.clock)
-        return _dropped(weights, mask, rows, columns)[0] @ value
+        kept = (weights * mask.like(weights, rows, columns)) @ value
+        return kept.mul_(1 / mask.keep) if mask.keep > 0 else kept  # fewer than the weights, which dropout would scale
 
 
 def _on_host(x: Any) -> Any:
