@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 from whale.errors import WhaleError
@@ -20,7 +20,7 @@ from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.simulation.simulate import simulate_alike
 from whale.planner.simulation.timeline import Timeline
 
-__all__ = ["Change", "Difference", "Explanation", "Wait", "difference", "explain"]
+__all__ = ["Change", "Difference", "Explanation", "Saving", "Wait", "difference", "explain", "savings"]
 
 _SCHEDULE = "schedule "
 LEAST_GAIN = 0.005
@@ -70,6 +70,39 @@ class Explanation:
     waits: tuple[Wait, ...]
     changes: tuple[Change, ...]
     others: tuple[Change, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Something to do, and the bytes that it frees of the fullest device, at most."""
+
+    what: str
+    bytes: int
+
+
+def savings(plan: Plan) -> tuple[Saving, ...]:
+    """Return what would free most of the memory of the plan's fullest device, most first.
+
+    State that replicas divide is what the prediction has of it; how much of the activations backwards could compute
+    again only a model tells, so all of them are the most.
+    """
+    memory = plan.prediction.memory if plan.prediction is not None else ()
+    if not memory:
+        return ()
+    fullest = max(memory, key=lambda device: device.total / device.capacity)
+    found = []
+    for index, stage in enumerate(plan.stages):
+        if fullest.rank not in stage.ranks:
+            continue
+        level, freed = stage.state.level if stage.state is not None else 0, 0.0
+        replicas = prod(axis.size for axis in stage.axes or () if axis.divides_batch)
+        for other, part in ((1, fullest.optimizer), (2, fullest.gradients), (3, fullest.parameters)):
+            freed += part * (1 - 1 / replicas) if other > level else 0.0
+            if other > level and freed:
+                found.append(Saving(what=f"zero {other} in stage {index}", bytes=round(freed)))
+        if stage.recompute != "full" and fullest.activations:
+            found.append(Saving(what=f"recompute 'full' in stage {index}", bytes=fullest.activations))
+    return tuple(sorted(found, key=lambda saving: -saving.bytes))
 
 
 def explain(workload: Workload, prediction: Prediction | None = None, *, num_changes: int = 3) -> Explanation:

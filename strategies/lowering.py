@@ -23,6 +23,7 @@ from whale.graph.capture import Captured
 from whale.graph.partition import is_random
 from whale.graph.values import Value, needs_grad, output_shapes, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
+from whale.ir.state import StateSharding
 from whale.ir.strategy import Recompute
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
@@ -55,8 +56,9 @@ class PlacedStage:
     with its number. ``omitted`` operators are not computed; only their floating operands are derived
     (:mod:`whale.strategies.folding`). ``summed`` are sums over rows that ranks exchange before a step
     (:mod:`whale.strategies.row_sums`). ``recompute`` says what its backward computes again
-    (:mod:`whale.strategies.recompute`). ``origin`` identifies the search that found the placements: stages with the
-    same one differ only in their index, their ranks, what is omitted and what is computed again.
+    (:mod:`whale.strategies.recompute`), ``state`` how its ranks divide the state of what they sum; None: all have all.
+    ``origin`` identifies the search that found the placements: stages with the
+    same one differ only in their index, their ranks, their state, what is omitted and what is computed again.
     """
 
     index: int
@@ -74,7 +76,13 @@ class PlacedStage:
     omitted: frozenset[fx.Node] = frozenset()
     summed: tuple[Value, ...] = ()
     recompute: Recompute = "none"
+    state: StateSharding | None = None
     origin: object = field(default_factory=object, compare=False)
+
+    @property
+    def state_on_host(self) -> bool:
+        """Whether its ranks keep what they own in the host's memory."""
+        return self.state is not None and self.state.on_host
 
 
 def lower(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from whale.arguments import known_arguments
 from whale.errors import AnnotationError
 from whale.ir.module_pattern import ModulePattern, explain_no_match, most_specific
+from whale.ir.state import Align
 from whale.ir.strategy import (
     Attention,
     DeviceSelection,
@@ -33,6 +34,7 @@ from whale.ir.strategy import (
     check_nesting,
     decode_scopes,
     encode_scopes,
+    state_of,
 )
 
 if TYPE_CHECKING:
@@ -99,13 +101,22 @@ class Annotation:
 
 
 @known_arguments(AnnotationError)
-def replicate(n: int | None = None) -> Annotation:
+def replicate(
+    n: int | None = None,
+    *,
+    zero: int | None = None,
+    state_shares: Sequence[float] | None = None,
+    state_align: Align | None = None,
+) -> Annotation:
     """Data parallelism: *n* replicas of the region, each with a share of the batch; None takes the remaining devices.
 
-    >>> print(replicate(2))
-    replicate(2)
+    *zero*, *state_shares* and *state_align* say how replicas divide the state of the stage that the region is in, as
+    those of ``parallelize`` do for stages that do not say it. Shares are of each replica, or of each rank of the stage.
+
+    >>> print(replicate(2), replicate(2, zero=3, state_shares=[3, 1]))
+    replicate(2) replicate(2, zero=3, state_shares=[3, 1])
     """
-    return Annotation(strategy=Strategy(kind="replicate", degree=n))
+    return Annotation(strategy=Strategy(kind="replicate", degree=n, state=state_of(zero, state_shares, state_align)))
 
 
 @known_arguments(AnnotationError)
@@ -136,17 +147,25 @@ def split(
 
 
 @known_arguments(AnnotationError)
-def stage(n: int | None = None, *, recompute: Recompute | None = None) -> Annotation:
+def stage(
+    n: int | None = None,
+    *,
+    recompute: Recompute | None = None,
+    zero: int | None = None,
+    state_shares: Sequence[float] | None = None,
+    state_align: Align | None = None,
+) -> Annotation:
     """Pipeline parallelism: the region is one stage on *n* devices of its own; None takes as many as its regions need,
     or 1.
 
-    *recompute* says what the stage's backward computes again, as that of ``parallelize`` does for stages that do not
-    say it.
+    *recompute* says what the stage's backward computes again, *zero*, *state_shares* and *state_align* how its replicas
+    divide their state, as those of ``parallelize`` do for stages that do not say it.
 
-    >>> print(stage(), stage(2, recompute="full"))
-    stage() stage(2, recompute='full')
+    >>> print(stage(), stage(2, recompute="full"), stage(zero=1))
+    stage() stage(2, recompute='full') stage(zero=1)
     """
-    return Annotation(strategy=Strategy(kind="stage", degree=n, recompute=recompute))
+    state = state_of(zero, state_shares, state_align)
+    return Annotation(strategy=Strategy(kind="stage", degree=n, recompute=recompute, state=state))
 
 
 @known_arguments(AnnotationError)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from whale.annotations import Annotation, annotate, forget, get_default_strategy, module_scopes
 from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
-from whale.commands.automatic import automatic_plan, with_least_recompute
+from whale.commands.automatic import automatic_plan, with_least_memory
 from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
 from whale.compile.communicators import communicators
 from whale.compile.compile import Options, compile_traced
@@ -67,9 +67,9 @@ def parallelize(
     batch: str = "global",
     precision: str | None = None,
     recompute: Recompute | Literal["auto"] | None = None,
-    zero: int = 0,
-    state_shares: Sequence[float] | None = None,
-    state_align: Align = "row",
+    zero: int | Literal["auto"] | None = None,
+    state_shares: Sequence[float] | Literal["auto"] | None = None,
+    state_align: Align | None = None,
     offload: str | Sequence[str] | None = None,
     compile: bool = False,
 ) -> ParallelModule:
@@ -119,9 +119,14 @@ def parallelize(
         zero: divide the state of parameters among the ranks that sum their gradients, replicas of a stage (ZeRO):
             1: optimizer states, and the gradients that they read; 2: gradients in every micro-batch, too; 3: also the
             parameters, which are gathered for each task. A rank's parameters are then the rows that it owns, under the
-            local names, and an elementwise optimizer is made from them as ever. 0: every replica has all.
+            local names, and an elementwise optimizer is made from them as ever. 0: every replica has all. It is for
+            stages of which neither the plan nor an annotation (``whale.stage(zero=...)`` or
+            ``whale.replicate(zero=...)``) says it; by default these have all. ``auto``: in each stage the least of
+            these with which its devices hold it, before anything is computed again. ``plan="auto"`` decides it by
+            default.
         state_shares: of each rank of the launch, or of each replica, such as ``[3, 1]``: a device with more memory
-            owns more, whatever its share of the batch is. By default all own as much.
+            owns more, whatever its share of the batch is; ``auto``: what its memory leaves after the activations of its
+            rows, where equal shares do not fit. By default all own as much.
         state_align: ``row``: ranks own rows of parameters; ``parameter``: whole parameters, as optimizers need that
             compute with matrices, such as Muon.
         offload: ``state``, ``activations`` or a list of both: what is in the host's memory. ``activations``: what
@@ -164,12 +169,22 @@ def parallelize(
             raise UsageError(f"device={device!r}: {why}; it can be 'cpu' or 'cuda'")
         check_choice("device", device, ("cpu", "cuda"))
     offloads = _offloads(offload)
-    automatic = plan == "auto"
+    on_host, automatic = "state" in offloads, plan == "auto"
+    if automatic and state_shares not in (None, "auto"):
+        raise UsageError('state_shares: plan="auto" chooses how much each device owns; leave them out')
     if isinstance(plan, (str, PathLike)):
         plan = None if automatic else Plan.load(plan)
     described = Cluster.load(cluster, catalog=device_types()) if isinstance(cluster, (str, PathLike)) else cluster
     if plan is not None:
-        plan.check_options(micro_batches=micro_batches, schedule=schedule, precision=precision, recompute=recompute)
+        plan.check_options(
+            micro_batches=micro_batches,
+            schedule=schedule,
+            precision=precision,
+            recompute=recompute,
+            zero=None if zero == "auto" else zero,
+            state_shares=state_shares,
+            state_align=state_align,
+        )
     options = Options(
         micro_batches=micro_batches if micro_batches is not None else plan.micro_batches if plan else 1,
         schedule=schedule if schedule is not None else plan.schedule if plan else "1f1b",
@@ -180,7 +195,7 @@ def parallelize(
         compile=compile,
         recompute="none" if recompute is None or recompute == "auto" else recompute,
         local_rows=batch != "global",
-        state=_state(zero, state_shares, state_align, "state" in offloads),
+        state=_state(None, None, None, on_host) if automatic else _state(zero, state_shares, state_align, on_host),
         offload_activations="activations" in offloads,
     )
     launch = describe(device)
@@ -222,7 +237,8 @@ def parallelize(
     if "state" not in offloads or any(x.device.type != "cpu" for x in model.parameters()):
         _check_devices(model, launch.device)
     template = _meta_copy(model)
-    if world is None and launch.size > 1 and (automatic or recompute == "auto" or described.names_hosts):
+    choosing = automatic or "auto" in (recompute, zero, state_shares)
+    if world is None and launch.size > 1 and (choosing or described.names_hosts):
         world = initialize(timeout_seconds, device_type=device)
     if world is not None and described.names_hosts:
         described = on_its_hosts(world, described, planned=plan is not None)
@@ -237,6 +253,8 @@ def parallelize(
             micro_batches=micro_batches,
             schedule=schedule,
             recompute=recompute or "auto",
+            zero="auto" if zero is None else zero,  # type: ignore[arg-type]  # one of these
+            state_align=state_align or "row",
             loss_fn=loss_fn,
         )
         options = replace(options, plan=plan, micro_batches=plan.micro_batches, schedule=plan.schedule)
@@ -253,14 +271,11 @@ def parallelize(
         promote=options.promote,
         precision=options.precision,
     )
-    if options.state is not None and not traced.captured.has_loss:
-        raise UsageError(
-            "zero and offload are about what a step trains: give parallelize an example batch that gives a loss"
-        )
-    if recompute == "auto" and (plan is None or not automatic):
+    least = {"recompute": recompute == "auto", "zero": zero == "auto", "shares": state_shares == "auto"}
+    if any(least.values()) and (plan is None or not automatic):
         world = world or initialize(timeout_seconds, device_type=device)
-        options = with_least_recompute(
-            world, traced, detect(world) if cluster is None else described, described, options
+        options = with_least_memory(
+            world, traced, detect(world) if cluster is None else described, described, options, **least
         )
     compilation = compile_traced(traced, described, options, device=launch.device)
     clock = RNGPosition(torch.initial_seed() if seed is None else seed)
@@ -299,14 +314,21 @@ def parallelize(
     return module
 
 
-def _state(zero: int, shares: Sequence[float] | None, align: Align, on_host: bool) -> StateSharding | None:
-    """How the state of parameters is divided, and where it is."""
-    if shares is not None:
-        check_type("state_shares", shares, (list, tuple), "a list of numbers")
-    sharding = StateSharding(zero or 1, tuple(shares or ()), align, on_host=on_host)
-    if not zero and not on_host and (shares or align != "row"):
+def _state(
+    zero: int | Literal["auto"] | None,
+    shares: Sequence[float] | Literal["auto"] | None,
+    align: Align | None,
+    on_host: bool,
+) -> StateSharding | None:
+    """How the state of parameters is divided, and where it is; where the level or the shares are chosen later, with
+    any."""
+    if shares is not None and shares != "auto":
+        check_type("state_shares", shares, (list, tuple), "a list of numbers, or 'auto'")
+    if not zero and not on_host and (shares or align):
         raise UsageError("state_shares and state_align say how zero= divides the state: give zero=1, 2 or 3")
-    return sharding if zero or on_host else None
+    level = 1 if zero == "auto" or (on_host and not zero) else zero
+    own = tuple(shares or ()) if shares != "auto" else ()
+    return None if level is None else StateSharding(level, own, align or "row", on_host=on_host)
 
 
 def _offloads(offload: str | Sequence[str] | None) -> frozenset[str]:

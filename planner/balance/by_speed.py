@@ -68,6 +68,7 @@ def pipeline_by_speed(
     schedule: str = "1f1b",
     stack: Stack = WHALE,
     recompute: Recompute = "none",
+    zero: int = 0,
 ) -> tuple[range, ...]:
     """Return the layers of each stage of a pipeline over all devices, assigned in the cluster's order.
 
@@ -82,6 +83,7 @@ def pipeline_by_speed(
         schedule: a name in `whale.planner.schedules.orders`.
         stack: that runs it.
         recompute: what backwards of all stages compute again.
+        zero: how much of their state the replicas of a stage divide.
 
     Raises:
         UsageError: the numbers do not fit the cluster or the batch.
@@ -104,13 +106,14 @@ def pipeline_by_speed(
         precision=precision,
         schedule=schedule,
         recompute=recompute,
+        zero=zero,
         balance="speed",
     )
     layout = Layout.of(configuration, cluster)
     stages = Stages.of(profile, layout, stack=stack)
     parts = [part for part in range(2, rows + 1) if rows % part == 0]
     more = [(f"--micro-batches {micro_batches * part}", {"micro_batch": rows // part}) for part in parts]
-    return cuts_by_speed(stages, [more, _more_recompute(stages)])
+    return cuts_by_speed(stages, [more, _more_recompute(stages), _more_shared(stages)])
 
 
 def rows_by_speed(stages: Stages, cuts: Sequence[range]) -> tuple[float, ...]:
@@ -297,16 +300,22 @@ def _more_recompute(stages: Stages) -> Ladder:
     return [(f"--recompute {rule}", {"recompute": rule}) for rule in rules if rule in known]
 
 
+def _more_shared(stages: Stages) -> Ladder:
+    """The levels that divide more of the state of replicas than the given one."""
+    layout = stages.layout
+    levels = range(layout.configuration.zero + 1, 4) if layout.data > 1 else ()
+    return [(f"--zero {zero}", {"zero": zero}) for zero in levels]
+
+
 def _options(stages: Stages) -> list[Ladder]:
     """Smaller micro-batches, more recomputation, more shared state: as options of ``whale estimate``."""
     layout = stages.layout
     given = layout.configuration
     halves = [given.micro_batch >> times for times in range(1, given.micro_batch.bit_length())]
-    shared = list(range(given.zero + 1, 4)) if layout.data > 1 else []
     return [
         [(f"--micro-batch {rows}", {"micro_batch": rows}) for rows in halves],
         _more_recompute(stages),
-        [(f"--zero {zero}", {"zero": zero}) for zero in shared],
+        _more_shared(stages),
     ]
 
 

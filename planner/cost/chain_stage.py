@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
+from whale.ir.state import StateSharding
 from whale.ir.strategy import Recompute
 
 __all__ = ["ChainStage"]
@@ -26,6 +27,7 @@ class ChainStage:
         expert: degree; the ranks of an expert group divide the rows of a replica, and only their experts are split.
         context: degree; the ranks of a context group divide the tokens of each row.
         recompute: what its backward computes again, as Whale runs it.
+        state: how its replicas divide their state, as Whale runs it; None: all have all.
     """
 
     first: int
@@ -37,6 +39,23 @@ class ChainStage:
     expert: int = 1
     context: int = 1
     recompute: Recompute = "none"
+    state: StateSharding | None = None
+
+    @property
+    def level(self) -> int:
+        """How much of the state is divided, as ``zero`` of ``parallelize`` says."""
+        return self.state.level if self.state is not None and len(self.data_group) > 1 else 0
+
+    def share(self, index: int) -> float:
+        """The part of the state that a replica owns.
+
+        >>> state = StateSharding(1, (3, 1))
+        >>> ChainStage(first=0, last=1, ranks=(0, 1), data=2, tensor=1, rows=(1, 1), state=state).share(1)
+        0.25
+        """
+        shares = self.state.shares if self.state is not None else ()
+        each = len(shares) // self.data
+        return sum(shares[index * each : (index + 1) * each]) / sum(shares) if shares else 1 / self.data
 
     @property
     def size(self) -> int:

@@ -38,6 +38,8 @@ class Configuration:
         schedule: as `whale.planner.schedules.orders` knows it.
         recompute: what the backward computes again: ``none``, the core of attention (``selective``) or ``full``.
         zero: what data-parallel devices share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
+        state_shares: how much of that each replica has, as Whale runs it; (): equally.
+        auto_shares: whether it is by what memory leaves, where equal shares do not fit, as Whale runs it.
         sequence_parallel: whether the tensor group divides what its matrices do not split; None: where attention is
             fused, as in every stack that has both.
         precision: as `whale.planner.cost.precision` knows it.
@@ -60,6 +62,8 @@ class Configuration:
     schedule: str = "1f1b"
     recompute: Recompute = "none"
     zero: int = 0
+    state_shares: tuple[float, ...] = ()
+    auto_shares: bool = False
     sequence_parallel: bool | None = False
     precision: str = "bf16"
     attention: Attention = "auto"
@@ -128,6 +132,10 @@ class Layout:
             )
         if not 0 <= given.zero <= 3:
             raise UsageError(f"--zero {given.zero}: use 0, 1, 2 or 3")
+        if len(given.state_shares) not in (0, data * given.context):
+            raise UsageError(
+                f"--state-shares has {len(given.state_shares)} numbers, but there are {data * given.context} replicas"
+            )
         if given.virtual_stages > 1 and given.pipeline == 1:
             raise UsageError(f"--virtual-stages {given.virtual_stages} needs a pipeline: --pp is 1")
         if given.sequence_parallel and given.tensor == 1:

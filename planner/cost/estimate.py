@@ -65,7 +65,15 @@ def estimate(
     schedule = configuration.schedule
     if schedule == "1f1b" and configuration.virtual_stages > 1:
         schedule = "interleaved"
-    plan = PlanCost.of_stages(stages.prices, stages.plan(cuts, rows), layout.num_micro_batches, schedule)
+    own = stages.plan(cuts, rows)
+    plan = PlanCost.of_stages(stages.prices, own, layout.num_micro_batches, schedule)
+    if configuration.auto_shares and any(device.total > device.capacity for device in plan.memory()):
+        shared = zip(own, plan.fitting_shares(), strict=True)
+        own = [
+            replace(stage, state=replace(stage.state, shares=shares)) if stage.state is not None else stage
+            for stage, shares in shared
+        ]
+        plan = PlanCost.of_stages(stages.prices, own, layout.num_micro_batches, schedule)
     workload = plan.workload()
     prediction = plan.prediction(workload, configuration.batch)
     return Estimate(

@@ -109,7 +109,7 @@ class LayerCosts:
                 sequence_parallel=self.stack.sequence_parallel,
                 optimizer=self.optimizer if self.runs else None,
                 optimizer_shards=shards if self.stack.zero else 1,
-                accumulate=self.stack.zero < 2,
+                accumulate=self.runs or self.stack.zero < 2,
                 calibration=self.stack.calibration,
             )
             share = self.stack.calibration.sustained.get(type_.name, 1.0)
@@ -177,29 +177,30 @@ class LayerCosts:
         profile says what a rule changes."""
         return self.stack.recompute if self.runs or self.repeats(kind) else "none"
 
-    def under(self, rule: Recompute) -> Self:
-        """The same prices under another rule of what Whale's backward computes again.
+    def under(self, rule: Recompute, zero: int = 0) -> Self:
+        """The same prices under another rule of what Whale's backward computes again, and where its replicas divide
+        their state as *zero* says.
 
         Raises:
             UsageError: the profile does not say what that costs.
         """
-        if rule == self.stack.recompute or not self.runs:
+        if (rule, zero) == (self.stack.recompute, self.stack.zero) or not self.runs:
             return self
         known = self._under
-        if rule not in known:
+        if (rule, zero) not in known:
             if rule not in self.profile.rules and any(kind.variants for kind in self.profile.kinds):
                 raise UsageError(
                     f"the profile of {self.profile.name} does not say what recompute {rule!r} keeps and computes "
                     "again; make it again with whale profile, or give --model"
                 )
-            known[rule] = copy(self)
-            known[rule].__dict__["stack"] = replace(self.stack, recompute=rule)
-        return known[rule]
+            known[rule, zero] = copy(self)
+            known[rule, zero].__dict__["stack"] = replace(self.stack, recompute=rule, zero=zero)
+        return known[rule, zero]
 
     @cached_property
-    def _under(self) -> dict[Recompute, Self]:
+    def _under(self) -> dict[tuple[Recompute, int], Self]:
         """The prices under each rule that was asked for; they share all that they know."""
-        return {self.stack.recompute: self}
+        return {(self.stack.recompute, self.stack.zero): self}
 
     @cached_property
     def _counts(self) -> Counter[int]:
@@ -317,11 +318,12 @@ class LayerCosts:
         received = variant_of(kinds[first], next_tensor).received_share if kinds[first].variants else 1.0
         return sent, received
 
-    def state(self, parameters: float, frozen: float = 0.0, *, shards: int = 1, zero: int = 0) -> StateBytes:
+    def state(self, parameters: float, frozen: float = 0.0, *, shards: float = 1, zero: int = 0) -> StateBytes:
         """Bytes of weights, gradients and optimizer states of a number of parameters, of which *shards* devices divide
         the part of *zero*, and of a number that are not trained."""
         if self.runs:
-            return run_state_bytes(parameters, frozen=frozen, precision=self.precision, optimizer=self.optimizer)
+            how: dict[str, Any] = {"precision": self.precision, "optimizer": self.optimizer}
+            return run_state_bytes(parameters, frozen=frozen, zero=zero, shards=shards, **how)
         return state_bytes(parameters, precision=self.precision, zero=zero, shards=shards)
 
     @property

@@ -154,7 +154,7 @@ def refuse_tiny(devices: Iterable[Device], num_devices: int) -> None:
             )
 
 
-def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shards: int = 1) -> StateBytes:
+def state_bytes(parameters: float, *, precision: Precision, zero: int = 0, shards: float = 1) -> StateBytes:
     """Bytes of Adam's states for a number of parameters of a device, which *shards* devices replicate and may divide.
 
     In mixed precision 2-byte weights, gradients (see `gradient_bytes`), and a 4-byte master weight with two moments; in
@@ -331,19 +331,27 @@ def wasted_share(device: DeviceType) -> float:
     return 0.0 if device.is_processor else FRAGMENTATION
 
 
-def run_state_bytes(parameters: float, *, frozen: float = 0.0, precision: Precision, optimizer: str) -> StateBytes:
-    """Bytes of a number of parameters of a device, and of a number that are not trained.
+def run_state_bytes(
+    parameters: float, *, frozen: float = 0.0, precision: Precision, optimizer: str, zero: int = 0, shards: float = 1
+) -> StateBytes:
+    """Bytes of a number of parameters of a device, of which *shards* devices divide the part of *zero*, and of a number
+    that are not trained.
 
     >>> from whale.planner.cost.precision import precision_named
     >>> half = precision_named("bf16")
     >>> [run_state_bytes(1e9, precision=half, optimizer=name).total / 1e9 for name in ("adamw", "sgd")]
     [8.0, 4.0]
+    >>> [
+    ...     run_state_bytes(1e9, precision=half, optimizer="adamw", zero=zero, shards=4).total / 1e9
+    ...     for zero in (0, 1, 2, 3)
+    ... ]
+    [8.0, 5.0, 3.5, 2.0]
     """
     size = precision.element_bytes
     return StateBytes(
-        parameters=(parameters + frozen) * size,
-        gradients=parameters * size,
-        optimizer=parameters * size * costs_of(optimizer).states,
+        parameters=(parameters / (shards if zero >= 3 else 1) + frozen) * size,
+        gradients=parameters * size / (shards if zero >= 2 else 1),
+        optimizer=parameters * size * costs_of(optimizer).states / (shards if zero else 1),
     )
 
 

@@ -18,12 +18,13 @@ from typing import NamedTuple
 from whale.ir.cluster import Cluster
 from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
 from whale.planner.cost.chain_stage import ChainStage
-from whale.planner.cost.memory import SUMMED_BYTES, message_bytes, sharded_bytes
+from whale.planner.cost.memory import SUMMED_BYTES, StateBytes, message_bytes, sharded_bytes
 from whale.planner.cost.messages import Exchange, Sent, exchange, in_common
 from whale.planner.cost.overlap import Beside, largest_lead, overlap
 from whale.planner.cost.replicas import between_replicas, with_meetings
-from whale.planner.cost.sharded import ShardedUnit, sharded_seconds
+from whale.planner.cost.sharded import ShardedUnit, arrival_seconds, scattered_by, sharded_seconds
 from whale.planner.cost.stage import CostModel, StageCost, TensorGroup
+from whale.planner.cost.state_shares import fitting_shares, owned_bytes
 from whale.planner.cost.step import overlap_slowdown, step, timing_of
 from whale.planner.schedules.in_flight import in_flight, peak_kept
 
@@ -41,12 +42,30 @@ class _Kind:
     Attributes:
         index: of that slice in its stage.
         rank: of its device with least memory, which stands for all of the slice.
+        share: of the state that they own.
     """
 
     group: TensorGroup
     rows: float
     index: int
     rank: int
+    share: float
+
+
+class _Exchanged(NamedTuple):
+    """When the replicas of a stage exchange for the state that they divide: whether gradients are summed in ``each``
+    micro-batch, and parameters gathered in ``tasks``, or else once a step."""
+
+    each: bool
+    tasks: bool
+
+    @classmethod
+    def of(cls, prices: CostModel, stage: ChainStage, micro_batches: int) -> _Exchanged:
+        """The times at which Whale does it: not in tasks in which a replica has no rows."""
+        rows = sum(stage.rows)
+        last = min(1.0, prices.batch / rows - micro_batches + 1) if prices.batch and rows else 1.0
+        idle = any(round(count * last) < 1 for count in stage.rows)
+        return cls(each=stage.level > 1 and micro_batches > 1, tasks=stage.level == 3 and not idle)
 
 
 class _Pair(NamedTuple):
@@ -59,12 +78,13 @@ class _Pair(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """The sum of gradients over a data group, one of *num_alike*: bytes and seconds."""
+    """The sum of gradients over a data group, one of *num_alike*: bytes, and seconds of all and of one message."""
 
     group: tuple[int, ...]
     num_alike: int
     bytes: float
     seconds: float
+    message: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +132,10 @@ class PlanCost:
                 looks[source][pair.source].add(("to", target, *ahead))
                 looks[target][pair.target].add(("from", source, *back))
         keys = [
-            [(group.kind, rows, frozenset(see)) for group, rows, see in zip(own, stage.rows, seen, strict=True)]
+            [
+                (group.kind, rows, frozenset(see), stage.share(place) if stage.level else 1.0)
+                for place, (group, rows, see) in enumerate(zip(own, stage.rows, seen, strict=True))
+            ]
             for stage, own, seen in zip(stages, groups, looks, strict=True)
         ]
         together = _on_same_ranks(stages)
@@ -127,21 +150,20 @@ class PlanCost:
                     positions[key] = len(members)
                     devices = [prices.cluster.devices[rank] for rank in stage.slice(place)]
                     smallest = min(devices, key=lambda device: device.memory_bytes)
-                    members.append(_Kind(group=group, rows=rows, index=place, rank=smallest.rank))
+                    share = stage.share(place) if stage.level else 1.0
+                    members.append(_Kind(group=group, rows=rows, index=place, rank=smallest.rank, share=share))
                 places.append(positions[key])
             kinds.append(tuple(members))
             of.append(tuple(places))
         found_costs = []
         for stage, own_kinds in zip(stages, kinds, strict=True):
-            shards = len(stage.data_group) if prices.stack.zero else 1
+            shards = len(stage.data_group) if prices.stack.zero and not prices.runs else 1
             ruled = prices.under(stage.recompute)
             costs = [ruled.stage(stage.layers, kind.group, kind.rows, micro_batches, shards) for kind in own_kinds]
-            if prices.stack.zero >= 2 and shards > 1:
-                pipelined = len(stages) > 1
-                costs = [
-                    _with_gathers(prices, stage, kind, cost, micro_batches, pipelined)
-                    for kind, cost in zip(own_kinds, costs, strict=True)
-                ]
+            costs = [
+                _with_gathers(ruled, stage, kind, cost, micro_batches, pipelined=len(stages) > 1)
+                for kind, cost in zip(own_kinds, costs, strict=True)
+            ]
             met = between_replicas(prices, stage.layers, own_kinds[0].group, max(stage.rows), stage.data_group)
             found_costs.append(tuple(with_meetings(costs, *met)))
         return cls(
@@ -183,8 +205,9 @@ class PlanCost:
     def workload(self, last_share: float = 1.0) -> Workload:
         """The step of one rank for each kind of replica; the last micro-batch may have only a share of the rows."""
         works = []
-        for own, costs in zip(self.kinds, self.costs, strict=True):
+        for index, (own, costs) in enumerate(zip(self.kinds, self.costs, strict=True)):
             kept = tuple(round(cost.kept) for cost in costs)
+            gathered = tuple(self._arriving(index, kind) for kind in own) if self.stages[index].level else ()
             works.append(
                 StageWork(
                     ranks=tuple(kind.rank for kind in own),
@@ -195,14 +218,15 @@ class PlanCost:
                     kept_bytes=kept,
                     forward_peak_bytes=kept,
                     backward_peak_bytes=tuple(round(cost.working) for cost in costs),
+                    gathered=gathered,
                 )
             )
         boundaries, links = self._boundaries()
         update = [0.0] * len(self.prices.cluster.devices)
         for stage, own, costs in zip(self.stages, self.kinds, self.costs, strict=True):
-            gathered = self._gathered_after(stage, min(cost.forward for cost in costs))
+            gathered_after = self._gathered_after(stage, min(cost.forward for cost in costs))
             for kind, cost in zip(own, costs, strict=True):
-                update[kind.rank] += cost.update + gathered
+                update[kind.rank] += cost.update * self._owned(stage, kind) + gathered_after
         return Workload(
             world_size=len(self.prices.cluster.devices),
             micro_batches=self.micro_batches,
@@ -293,15 +317,17 @@ class PlanCost:
         stages that have them. Whale's begin during the last backward, others' after it."""
         prices, size = self.prices, self.prices.gradient_bytes
         apart = [(readers, shared) for readers, shared in prices.profile.tied if self._is_apart(readers)]
-        for own in self._devices if prices.stack.zero < 2 else ():
+        for own in self._devices if prices.runs or prices.stack.zero < 2 else ():
             sums = [one for index in own for one in self._sums(index, apart)]
             seconds = sum(one.seconds for one in sums)
             if not seconds:
                 continue
-            ready, stretch = SCATTERED_BEFORE if prices.stack.zero else 1.0, 0.0
+            ready, stretch = SCATTERED_BEFORE if prices.stack.zero and not prices.runs else 1.0, 0.0
             slowdown: tuple[float, ...] = ()
             ranks = tuple(kind.rank for kind in self.kinds[own[0]])
-            if prices.runs and len(own) == 1:
+            if self._exchanged[own[0]].each:  # all but the last are beside the backwards
+                seconds = min(seconds, max(one.message for one in sums))
+            elif prices.runs and len(own) == 1:
                 ready, beside = self._overlapped(own[0], sums, last_share)
                 slowdown, stretch = (beside.slowdown,) * len(ranks), beside.stretch
             yield Reduction(
@@ -338,12 +364,16 @@ class PlanCost:
             groups = {prices.shape(every[first::stride]): every[first::stride] for first in range(stride)}
             slowest = None
             for group in groups.values():
-                if prices.stack.zero:
-                    seconds = prices.over("reduce_scatter", group, num_alike, num_bytes)
+                if prices.stack.zero and not prices.runs:
+                    seconds = message = prices.over("reduce_scatter", group, num_alike, num_bytes)
                 else:
-                    seconds = prices.all_reduce(group, num_alike, num_bytes, stage.layers)
+                    kind = self._scattered_by(stage)
+                    seconds = prices.all_reduce(group, num_alike, num_bytes, stage.layers, kind)
+                    message = prices.over(
+                        kind, group, num_alike, prices.message_bytes(group, num_bytes, num_alike, stage.layers)
+                    )
                 if slowest is None or seconds > slowest.seconds:
-                    slowest = _Sum(group, num_alike, num_bytes, seconds)
+                    slowest = _Sum(group, num_alike, num_bytes, seconds, message)
             found.extend([slowest] if slowest else [])
         return found
 
@@ -382,7 +412,7 @@ class PlanCost:
     def _gathered_after(self, stage: ChainStage, forward: float) -> float:
         """Seconds by which gathering the weights that each device has updated (ZeRO 1) exceeds the next forward, which
         hides it."""
-        if self.prices.stack.zero != 1:
+        if self.prices.runs or self.prices.stack.zero != 1:
             return 0.0
         dense, experts = self.prices.parameters(stage.layers, stage.tensor, stage.expert)
         size = self.prices.gradient_bytes
@@ -390,6 +420,32 @@ class PlanCost:
         seconds = over("all_gather", stage.data_group, stage.tensor, dense * size)
         seconds += over("all_gather", stage.data_group[:: stage.expert], stage.tensor * stage.expert, experts * size)
         return max(0.0, seconds - forward)
+
+    def _scattered_by(self, stage: ChainStage) -> str:
+        """The collective by which a stage sums its gradients."""
+        return scattered_by(self.prices.num_of_types) if stage.level else "all_reduce"
+
+    @cached_property
+    def _exchanged(self) -> list[_Exchanged]:
+        return [_Exchanged.of(self.prices, stage, self.micro_batches) for stage in self.stages]
+
+    def _owned(self, stage: ChainStage, kind: _Kind) -> float:
+        """The part of its state that a device owns: of experts, as many fewer ranks hold as all others."""
+        if not stage.level:
+            return 1.0
+        dense, experts = self.prices.parameters(stage.layers, stage.tensor, stage.expert)
+        return kind.share * (dense / stage.expert + experts) / max(1.0, dense + experts)
+
+    def _arriving(self, index: int, kind: _Kind) -> float:
+        """Seconds from the beginning of the step before which the first forward of a stage cannot end, because its
+        parameters are gathered; ranks start with those of the stages before."""
+        stage, prices = self.stages[index], self.prices
+        if self._exchanged[index].tasks:
+            return 0.0
+        units = _units(prices.under(stage.recompute), stage, kind, self.micro_batches)
+        alike = (self.stages[other] for other in range(index) if self.stages[other].ranks == stage.ranks)
+        before = sum(unit.num * unit.gather for one in alike for unit in _units(prices, one, kind, self.micro_batches))
+        return arrival_seconds(units, slowdown=overlap_slowdown(prices.num_of_types), before=before)
 
     def _is_apart(self, readers: Sequence[int]) -> bool:
         """Whether a tied parameter is on several sets of ranks."""
@@ -440,7 +496,7 @@ class PlanCost:
 
     def memory(self) -> Iterator[DeviceMemory]:
         """Memory of the smallest device of each kind of replica."""
-        prices, zero = self.prices, self.prices.stack.zero
+        prices, zero = self.prices, 0 if self.prices.runs else self.prices.stack.zero
         renews = zero >= 2 and len(self.stages) > 1  # weights and gradients are whole, but made anew in each step
         for own in self._devices:
             stage = self.stages[own[0]]
@@ -453,12 +509,18 @@ class PlanCost:
                 state = replace(state, gradients=state.parameters / prices.precision.element_bytes * SUMMED_BYTES)
                 renewed = state.parameters + state.gradients
             sharded = self._sharded(layers, *degrees, shards)
-            stepping = round(prices.step_bytes(sum(prices.parameters(layers, *degrees)) + more))
+            stepping = stepping_whole = round(prices.step_bytes(sum(prices.parameters(layers, *degrees)) + more))
+            whole = state
             for place, kind in enumerate(self.kinds[own[0]]):
                 device = prices.cluster.devices[kind.rank]
+                if stage.level:
+                    stepping = round(stepping_whole * self._owned(stage, kind))
                 kept = self._kept(own, place) + round(sum(self._messages(index, kind) for index in own))
                 working = max(self.costs[index][place].working for index in own)
                 working = round(max(working, stepping - kept, self._summing_tied(layers, stage, kind, kept)))
+                if stage.level:
+                    one = sum(self.costs[index][place].kept for index in own)
+                    state, sharded = self._divided(own, layers, kind, whole, (kept, one, working))
                 wasted = round((kept + working + sharded + renewed) * prices.wasted)
                 yield DeviceMemory(
                     rank=kind.rank,
@@ -472,6 +534,68 @@ class PlanCost:
                     buffers=round(sharded) + wasted,
                     framework=round(prices.overhead_bytes[device.type.name]),
                 )
+
+    def _divided(
+        self,
+        own: Sequence[int],
+        layers: Sequence[int],
+        kind: _Kind,
+        whole: StateBytes,
+        activations: tuple[float, float, float],
+    ) -> tuple[StateBytes, float]:
+        """Bytes of what a device has of the *whole* state of its stages, and of buckets that are whole for a while, as
+        Whale runs it.
+
+        Two buckets of parameters that tasks gather are there: one that is read and the next. Sums of gradients have a
+        bucket that is not complete, and two on their way to their owners with what each receives, which on processors
+        are the terms of all ranks, and the sum. They are there while what is kept is freed, unless gradients are summed
+        in each micro-batch. *activations* are the bytes that all micro-batches keep, that one keeps, and of what runs.
+        """
+        prices, stage, done = self.prices, self.stages[own[0]], self._exchanged[own[0]]
+        size = prices.precision.element_bytes
+        frozen = size * sum(prices.frozen_of(prices.profile.layers[one], stage.tensor, stage.expert) for one in layers)
+        trained, share = whole.parameters - frozen, self._owned(stage, kind)
+        apart = size * sum(
+            shared / stage.tensor
+            for readers, shared in prices.profile.tied
+            if self._is_apart(readers) and set(layers).intersection(readers)
+        )
+        once = trained * share + apart * (1 - share)  # what stages share is whole
+        unit = min(trained, prices.largest_bucket(stage.data_group, layers, stage.tensor, stage.expert))
+        received = unit if any(type_.is_processor for type_ in kind.group.types) else share * unit
+        kept, kept_one, working = activations
+        summed = min(trained, 3 * unit) + 2 * received + share * unit
+        gradients, summing = whole.gradients, max(0.0, 2 * received + share * unit - kept_one / 2)
+        if done.each:
+            gradients, summing = once, summed
+        elif self.micro_batches == 1:
+            needed = max(0.0, once + summed - kept - working)
+            gradients, summing = min(once, needed), max(0.0, needed - once)
+        state = StateBytes(
+            parameters=frozen + (once if done.tasks else trained),
+            gradients=gradients,
+            optimizer=whole.optimizer * share,
+        )
+        return state, summing + (min(trained, 2 * unit) if done.tasks else 0.0)
+
+    def fitting_shares(self) -> list[tuple[float, ...]]:
+        """Shares of each stage's state, of its replicas, that fit best where equal ones do not; () are equal ones, or
+        where it divides none."""
+        held = {device.rank: device for device in self.memory()}
+        found: list[tuple[float, ...]] = []
+        for index, stage in enumerate(self.stages):
+            rooms, owned = [], 0.0
+            for place in self.of[index] if stage.level else ():
+                device = held[self.kinds[index][place].rank]
+                at_once = self.micro_batches == 1 or self._exchanged[index].each
+                parts = device.parameters, device.gradients, device.optimizer
+                own = owned_bytes(
+                    *parts, level=2 + self._exchanged[index].tasks if stage.level > 1 else 1, at_once=at_once
+                )
+                rooms.append(device.capacity - device.total + own)
+                owned += own
+            found.append(fitting_shares(rooms, owned) if rooms else ())
+        return found
 
     def _sharded(self, layers: Sequence[int], tensor: int, expert: int, shards: int) -> float:
         """Bytes of weights and gradients that are whole for a while although devices divide them."""
@@ -521,40 +645,69 @@ def _on_same_ranks(stages: Sequence[ChainStage]) -> list[tuple[int, ...]]:
 
 
 def _with_gathers(
-    prices: CostModel, stage: ChainStage, kind: _Kind, cost: StageCost, micro_batches: int, pipelined: bool
+    prices: CostModel, stage: ChainStage, kind: _Kind, cost: StageCost, micro_batches: int, *, pipelined: bool
 ) -> StageCost:
     """A stage whose weights and gradients its replicas share (ZeRO 2 and 3).
 
-    What is gathered at a time is each block, and the layers before, between and after blocks together. Where weights
-    are not gathered for every micro-batch (ZeRO 2, pipelines), and gradients in a pipeline not reduced with every one,
-    a micro-batch has its share of what the step has.
+    What is gathered at a time is each block, and the layers before, between and after blocks together; in Whale each
+    bucket. Where weights are not gathered for every micro-batch (ZeRO 2, in other stacks pipelines), and gradients not
+    reduced with every one, a micro-batch has its share of what the step has; in Whale the step itself has it.
     """
-    precision, layers, shards = prices.precision, prices.profile.layers, len(stage.data_group)
-    size = min(2, precision.element_bytes) if precision.mixed else precision.element_bytes
-    regather = prices.stack.zero == 3 and not pipelined
-    gathers = 1.0 if regather else 1 / micro_batches
-    reduces = 1 / micro_batches if pipelined else 1.0
+    if prices.runs:
+        done = _Exchanged.of(prices, stage, micro_batches)
+        gathers, reduces, regather = float(done.tasks), float(done.each), True
+    else:
+        regather = prices.stack.zero == 3 and not pipelined
+        gathers = 1.0 if regather else 1 / micro_batches
+        reduces = 1 / micro_batches if pipelined else 1.0
+        if prices.stack.zero < 2:
+            return cost
+    if len(stage.data_group) < 2 or not (gathers or reduces):
+        return cost
+    units = [
+        one._replace(gather=gathers * one.gather, reduce=reduces * one.reduce)
+        for one in _units(prices, stage, kind, micro_batches)
+    ]
+    slowdown = prices.stack.calibration.sharded_slowdown
+    if prices.runs:
+        slowdown = overlap_slowdown(prices.num_of_types)
+    forward, backward = sharded_seconds(
+        units, regather=regather, slowdown=slowdown, keeps_last=not prices.runs, tail=not prices.runs
+    )
+    communication = cost.communication + forward - cost.forward + backward - cost.backward
+    return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
+
+
+def _units(prices: CostModel, stage: ChainStage, kind: _Kind, micro_batches: int) -> list[ShardedUnit]:
+    """Parts of a stage that are gathered and reduced at a time, with the computation that reads them."""
+    precision, layers = prices.precision, prices.profile.layers
+    size = min(2, precision.element_bytes) if precision.mixed and not prices.runs else precision.element_bytes
+    shards = 1 if prices.runs else len(stage.data_group)
+    scattered = scattered_by(prices.num_of_types) if prices.runs else "reduce_scatter"
     units = []
     for block, run in groupby(stage.layers, key=lambda index: layers[index] if prices.repeats(layers[index]) else -1):
         members = list(run)
-        num = len(members) if block >= 0 else 1
-        num_bytes = sum(prices.parameters(members, stage.tensor, stage.expert)) / num * size
+        num: float = len(members) if block >= 0 else 1
+        num_bytes = sum(prices.parameters(members, stage.tensor, stage.expert)) * size
+        if prices.runs:
+            num = max(
+                1.0,
+                round(num_bytes / max(1.0, prices.message_bytes(stage.data_group, num_bytes, stage.tensor, members))),
+            )
         spent = prices.stage(members, kind.group, kind.rows, micro_batches, shards)
         gather, reduce = (
-            prices.over(name, stage.data_group, stage.tensor, num_bytes) for name in ("all_gather", "reduce_scatter")
+            prices.over(name, stage.data_group, stage.tensor, num_bytes / num) for name in ("all_gather", scattered)
         )
         units.append(
             ShardedUnit(
                 forward=spent.forward / num,
                 backward=spent.backward / num,
-                gather=gathers * gather,
-                reduce=reduces * reduce,
-                num=num,
+                gather=gather,
+                reduce=reduce,
+                num=int(num),
             )
         )
-    forward, backward = sharded_seconds(units, regather=regather, slowdown=prices.stack.calibration.sharded_slowdown)
-    communication = cost.communication + forward - cost.forward + backward - cost.backward
-    return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
+    return units
 
 
 def _senders(prices: CostModel, stages: Sequence[ChainStage]) -> list[tuple[int, int]]:

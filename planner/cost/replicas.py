@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from whale.planner.cost.stage import CostModel, StageCost, TensorGroup
 
-__all__ = ["between_replicas", "of_kind", "with_meetings"]
+__all__ = ["between_replicas", "gather_seconds", "of_kind", "with_meetings"]
 
 
 def between_replicas(
@@ -51,6 +51,12 @@ def of_kind(
         for some in (spent.forward_collectives, spent.backward_collectives)
     )
     return forward, backward
+
+
+def gather_seconds(prices: CostModel, kind: int, group: TensorGroup, data_group: Sequence[int]) -> float:
+    """Return the seconds to gather the parameters of a layer of a kind over a data group."""
+    num_bytes = sum(prices.parameters_of(kind, group.tensor, group.expert)) * prices.gradient_bytes
+    return prices.over("all_gather", data_group, group.tensor, num_bytes)
 
 
 def with_meetings(costs: Sequence[StageCost], forward: float, backward: float) -> Sequence[StageCost]:

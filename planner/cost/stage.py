@@ -499,7 +499,12 @@ class CostModel(LayerCosts):
         return self.collective(kind, ranks, num_bytes, self._sharing(ranks, num_alike))
 
     def all_reduce(
-        self, ranks: Sequence[int], degree: int, num_bytes: float, layers: Iterable[int] | None = None
+        self,
+        ranks: Sequence[int],
+        degree: int,
+        num_bytes: float,
+        layers: Iterable[int] | None = None,
+        kind: str = "all_reduce",
     ) -> float:
         """Seconds to sum gradients, of *layers* or of the whole model, over the data group *ranks* (one of each tensor
         group) while the other *degree* - 1 data groups of the stage do the same. As Whale runs it they come in
@@ -507,7 +512,25 @@ class CostModel(LayerCosts):
         if len(ranks) < 2 or not num_bytes:
             return 0.0
         message = self.message_bytes(ranks, num_bytes, degree, layers)
-        return num_bytes / message * self.over("all_reduce", ranks, degree, message)
+        return num_bytes / message * self.over(kind, ranks, degree, message)
+
+    def largest_bucket(self, ranks: Sequence[int], layers: Iterable[int], degree: int, expert: int = 1) -> float:
+        """Bytes of the largest bucket over *ranks* of parameters of *layers*: a full one, or a larger parameter by
+        itself."""
+        largest = 0.0
+        for kind in {self.profile.layers[index] for index in layers}:
+            given = self.profile.kinds[kind]
+            if given.variants:
+                variant = variant_of(given, degree, expert)
+                largest = max(largest, variant.largest or max(variant.sizes, default=variant.parameters))
+        return max(self._capacity(ranks), largest * self.precision.element_bytes)
+
+    def _capacity(self, ranks: Sequence[int]) -> int:
+        """Bytes of a full bucket over some ranks."""
+        shape = self.shape(ranks)
+        if shape not in self.memo.buckets:
+            self.memo.buckets[shape] = bucket_bytes(self.described, ranks)
+        return self.memo.buckets[shape]
 
     def message_bytes(
         self, ranks: Sequence[int], num_bytes: float, degree: int, layers: Iterable[int] | None = None
@@ -516,10 +539,7 @@ class CostModel(LayerCosts):
         other stacks all gradients."""
         if not self.runs:
             return num_bytes
-        shape = self.shape(ranks)
-        if shape not in self.memo.buckets:
-            self.memo.buckets[shape] = bucket_bytes(self.described, ranks)
-        capacity = self.memo.buckets[shape]
+        capacity = self._capacity(ranks)
         kinds = self._counts if layers is None else Counter(map(self.profile.layers.__getitem__, layers))
         whole = messages = 0.0
         for kind, count in kinds.items():

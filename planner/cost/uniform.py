@@ -12,6 +12,7 @@ from functools import cached_property
 from math import lcm
 
 from whale.ir.profile import ModelProfile
+from whale.ir.state import StateSharding
 from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.configuration import Configuration, Layout
@@ -24,14 +25,14 @@ __all__ = ["Stages", "stack_of"]
 
 def stack_of(configuration: Configuration, data: int, calibration: Calibration = CALIBRATION) -> Stack:
     """Return the stack of a configuration with a number of replicas: if it has none, ZeRO 2 and 3 over several devices
-    are FSDP, all else is Megatron. In Whale's each stage has its own rule of recompute."""
+    are FSDP, all else is Megatron. In Whale's each stage has its own rule of recompute, and divides its own state."""
     shared = configuration.zero >= 2 and data * configuration.context > 1
     return Stack(
         name=configuration.stack or ("fsdp" if shared else "megatron"),
         attention=configuration.attention,
         recompute="none" if configuration.stack == "whale" else configuration.recompute,
         sequence_parallel=bool(configuration.sequence_parallel),
-        zero=configuration.zero,
+        zero=0 if configuration.stack == "whale" else configuration.zero,
         interleaved=configuration.virtual_stages > 1,
         calibration=calibration,
     )
@@ -93,6 +94,8 @@ class Stages:
         shares = tuple(
             self._together * max(rows[index * self._together : (index + 1) * self._together]) for index in range(num)
         )
+        each = len(given.state_shares) // num  # of the replicas of a slice
+        parts = tuple(sum(given.state_shares[index * each : (index + 1) * each]) for index in range(num) if each)
         return [
             ChainStage(
                 first=layers.start,
@@ -108,6 +111,7 @@ class Stages:
                 expert=given.expert,
                 context=given.context,
                 recompute=given.recompute,
+                state=StateSharding(given.zero, parts) if given.zero and self.prices.runs else None,
             )
             for index, layers in enumerate(cuts)
         ]
@@ -133,5 +137,5 @@ class Stages:
             given.tensor,
             given.expert,
             shards=self.layout.data * given.context,
-            zero=given.zero if given.pipeline == 1 else min(given.zero, 1),
+            zero=given.zero if given.pipeline == 1 or self.prices.runs else min(given.zero, 1),
         )

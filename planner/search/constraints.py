@@ -84,6 +84,9 @@ def _stage(path: ScopePath) -> Scope | None:
         raise UsageError(f"{cut.outer[0]} lies around {cut.stage}: the search knows replicas inside of stages only")
     if cut.stage is not None and cut.stage.strategy.recompute is not None:
         raise UsageError(f"{cut.stage}: the search chooses what each stage computes again; leave recompute out")
+    for scope in path:
+        if scope.strategy.state is not None:
+            raise UsageError(f"{scope}: the search divides the state of each stage as --zero says; leave zero out")
     return cut.stage
 
 
@@ -157,8 +160,8 @@ def is_kept(strategy: Strategy, told: Sequence[Strategy]) -> bool:
     """
     if strategy.chooses_devices:
         return False
-    if strategy.recompute is not None:
-        return any(one.recompute == strategy.recompute for one in told)
+    if (strategy.recompute, strategy.state) != (None, None):
+        return any((one.recompute, one.state) == (strategy.recompute, strategy.state) for one in told)
     if strategy.makes_stage or (strategy.divides_batch and strategy.degree is None):
         return True
     same = (one for one in told if (one.kind, one.dim) == (strategy.kind, strategy.dim))

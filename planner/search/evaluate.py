@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
@@ -14,7 +15,7 @@ from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.problem import Candidate, StageChoice
 
-__all__ = ["evaluate", "score"]
+__all__ = ["evaluate", "fitted", "score"]
 
 
 def evaluate(
@@ -69,6 +70,24 @@ def score(
         prediction=plan.prediction(workload, batch),
         workload=workload,
     )
+
+
+def fitted(
+    prices: CostModel, stages: Sequence[StageChoice], *, micro_batches: int, schedule: str, batch: int
+) -> Candidate:
+    """Evaluate like `score`; where equal shares of the state do not fit on devices of several types, those that do."""
+    found = score(prices, stages, micro_batches=micro_batches, schedule=schedule, batch=batch)
+    if found.prediction.fits or not any(stage.level for stage in stages):
+        return found
+    shares = PlanCost.of_stages(prices, stages, micro_batches, schedule).fitting_shares()
+    changed = [
+        stage if stage.state is None or not own else replace(stage, state=replace(stage.state, shares=own))
+        for stage, own in zip(stages, shares, strict=True)
+    ]
+    if changed == list(stages):
+        return found
+    other = score(prices, changed, micro_batches=micro_batches, schedule=schedule, batch=batch)
+    return other if other.prediction.fits else found
 
 
 def _check(prices: CostModel, stages: Sequence[StageChoice]) -> None:

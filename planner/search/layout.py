@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whale.errors import InfeasibleError
+from whale.ir.state import StateSharding
 from whale.planner.balance.shares import Worker, fastest_shares, memory_between
 from whale.planner.cost.stage import CostModel, TensorGroup
 from whale.planner.schedules.in_flight import in_flight
-from whale.planner.search.evaluate import score
+from whale.planner.search.evaluate import fitted
 from whale.planner.search.partial_plans import PartialPlan
 from whale.planner.search.problem import Candidate, StageChoice
 from whale.planner.search.space import Mesh, lay_out
@@ -34,6 +35,8 @@ def laid_out(meshes: CostTable, draft: PartialPlan, batch: int) -> Candidate:
         rows = fastest_rows(
             meshes.prices, layers, priced, meshes.rows(batch, draft.micro_batches), draft.micro_batches, held
         )
+        if meshes.prices.stack.zero:
+            rows = _none_without(rows)
         # A replica without rows would only sum gradients with the others; those of an expert group belong together.
         used = [index for index, count in enumerate(rows) if count or mesh.expert > 1]
         stages.append(
@@ -46,15 +49,30 @@ def laid_out(meshes: CostTable, draft: PartialPlan, batch: int) -> Candidate:
                 rows=tuple(rows[index] for index in used),
                 expert=mesh.expert,
                 recompute=meshes.prices.stack.recompute,
+                state=StateSharding(meshes.prices.stack.zero) if meshes.prices.stack.zero else None,
             )
         )
-    return score(meshes.prices, stages, micro_batches=draft.micro_batches, schedule=draft.schedule, batch=batch)
+    return fitted(meshes.prices, stages, micro_batches=draft.micro_batches, schedule=draft.schedule, batch=batch)
 
 
 def _needed(prices: CostModel, mesh: Mesh, layers: range) -> Mesh:
     """The mesh of a stage; without experts there is nothing that expert groups would split."""
     experts = prices.profile.experts
     return mesh if mesh.expert == 1 or any(experts[layer] for layer in layers) else mesh._replace(expert=1)
+
+
+def _none_without(rows: Sequence[int]) -> tuple[int, ...]:
+    """Rows of which each replica has one, if there are as many: one without would own no state, or keep that of tasks
+    from being gathered for these.
+
+    >>> _none_without((3, 0, 1)), _none_without((1, 0))
+    ((2, 1, 1), (1, 0))
+    """
+    found = list(rows)
+    while 0 in found and max(found) > 1:
+        found[found.index(max(found))] -= 1
+        found[found.index(0)] += 1
+    return tuple(found)
 
 
 def fastest_rows(
@@ -73,7 +91,9 @@ def fastest_rows(
     if len(set(groups)) == 1:
         share, rest = divmod(rows, len(groups))
         return tuple(share + (index < rest) for index in range(len(groups)))
-    state = prices.state_of(layers, groups[0].tensor, groups[0].expert).total
+    first = groups[0]
+    shards = len(groups) * first.positions if prices.stack.zero else 1
+    state = prices.state_of(layers, first.tensor, first.expert, shards=shards, zero=prices.stack.zero).total
     known: dict[TensorGroup, Worker] = {}
     for group in groups:
         if group not in known:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from whale.errors import UsageError
 from whale.ir.micro_batches import rows_of_micro_batch
+from whale.ir.state import LEVELS, Align
 from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.chain_stage import ChainStage
@@ -207,6 +208,10 @@ class SearchSettings:
         fixed: what is decided already.
         recompute: what backwards compute again in all stages; ``auto``: nothing where a plan fits so, else in each
             stage the least with which it does.
+        zero: how much of their state replicas divide in all stages; ``auto``: nothing where a plan fits so, else in
+            each stage the least with which it does.
+        state_align: where stretches of it end, as `whale.ir.state.StateSharding` has it. They are equal; between
+            devices of several types, if these do not fit so, by what their memory leaves.
         thorough: whether more of everything is tried, for some seconds more, up to the time limit.
     """
 
@@ -220,6 +225,8 @@ class SearchSettings:
     top: int = 5
     fixed: Fixed | None = None
     recompute: Recompute | Literal["auto"] = "auto"
+    zero: Literal[0, 1, 2, 3, "auto"] = 0
+    state_align: Align = "row"
     thorough: bool = False
 
     @property
@@ -260,5 +267,7 @@ class SearchSettings:
         costs_of(self.optimizer)
         if self.recompute not in ("auto", *RECOMPUTES):
             raise UsageError(f"recompute is {self.recompute!r}; use one of auto, {', '.join(RECOMPUTES)}")
+        if self.zero not in ("auto", *LEVELS):
+            raise UsageError(f"zero is {self.zero!r}; use one of auto, {', '.join(map(str, LEVELS))}")
         if not self.time_limit > 0:
             raise UsageError(f"the time limit is {self.time_limit} seconds, but must be positive")

@@ -42,8 +42,10 @@ Look = Callable[[CostModel, int, SearchSettings], int | None]
 
 def shortage(meshes: CostTable, nearest: PartialPlan, batch: int, weighed: Iterable[tuple[bool, str]]) -> str:
     """Error text for the *nearest* plan, with the *weighed* changes and whether each would fit."""
-    memory, rule = laid_out(meshes, nearest, batch).prediction.memory, meshes.prices.stack.recompute
-    ruled = "" if rule == "none" else f" with recompute {rule!r}"
+    memory, stack = laid_out(meshes, nearest, batch).prediction.memory, meshes.prices.stack
+    said = [f"recompute {stack.recompute!r}"] if stack.recompute != "none" else []
+    said += [f"zero {stack.zero}"] if stack.zero else []
+    ruled = f" with {' and '.join(said)}" if said else ""
     worst = max(memory, key=lambda one: one.total / one.capacity)
     state = worst.parameters + worst.gradients + worst.optimizer
     problem = (
@@ -86,11 +88,20 @@ def remedies(
         micro_batches = look(prices, batch, replace(settings, micro_batches=None))
         if micro_batches is not None:
             yield True, f"{micro_batches} micro-batches"
-    given = RECOMPUTES.index(prices.stack.recompute)
-    for rule in RECOMPUTES[given + 1 :] if settings.recompute != "auto" else ():
-        if rule in prices.profile.rules and fits(prices.under(rule), batch):
-            yield True, f"recompute {rule!r}"
-            break
+    rule, level = prices.stack.recompute, prices.stack.zero
+    rules = RECOMPUTES[RECOMPUTES.index(rule) + 1 :] if settings.recompute != "auto" else ()
+    levels = [one for one in (1, 3) if one > level] if settings.zero != "auto" and num > 1 else []
+    known = [one for one in rules if one in prices.profile.rules]
+    ways = [[(one, level) for one in known], [(rule, one) for one in levels]]
+    found = [next((way for way in tried if fits(prices.under(*way), batch)), None) for tried in ways]
+    if not any(found):
+        found.append(
+            next((way for way in ((one, 3) for one in known if levels) if fits(prices.under(*way), batch)), None)
+        )
+    for way in found:
+        if way is not None:
+            said = [f"recompute {way[0]!r}"] if way[0] != rule else []
+            yield True, " and ".join([*said, *([f"zero {way[1]}"] if way[1] != level else [])])
     batches = [batch // parts for parts in (2, 4, 8) if batch % parts == 0]
     smaller = _least(batches, lambda given: fits(prices, given))
     if smaller is not None or (batches and time.monotonic() < until):

@@ -26,6 +26,10 @@ __all__ = ["HELD", "ReplicaTable", "fewest_holding", "total"]
 HELD = 1 - 1e-9
 """Fraction of layers that counts as all, up to rounding."""
 
+BUCKETS = (0, 3, 5)
+"""Buckets of parameters and gradients that are whole at a time at each level of dividing state, beside what is kept
+(`whale.planner.cost.plan` counts them)."""
+
 EXACT_ROWS = 4
 """Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
 
@@ -47,16 +51,17 @@ class ReplicaTable(MeshSpace):
     _sizes: dict[float, Array] = field(default_factory=dict, init=False)
     _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
     _most_rows: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
-    _parameters: dict[tuple[int, int], tuple[Array, Array, Array, Array]] = field(default_factory=dict, init=False)
+    _of_buckets: dict[int, float] = field(default_factory=dict, init=False)
+    _parameters: dict[Any, tuple[Array, Array, Array, Array]] = field(default_factory=dict, init=False)
 
     def _overflows(
-        self, group: TensorGroup, micro_batches: int, part: tuple[int, int], held: int
+        self, group: TensorGroup, micro_batches: int, part: tuple[int, int], held: int, shards: float = 1.0
     ) -> Callable[[int], bool]:
         """Whether a replica does not hold the parts [first, last) with given rows of a micro-batch: its `fullness`,
         without its costs of all other parts."""
         first, last = part
-        _, _, fixed, step = self._parameters_of(group.tensor, group.expert)
-        state = float(fixed[last] - fixed[first]) - counted_again(self._tied_state(group.tensor), first, last)
+        _, _, fixed, step = self._parameters_of(group.tensor, group.expert, shards)
+        state = float(fixed[last] - fixed[first]) - counted_again(self._tied_state(group.tensor, shards), first, last)
         stepping = float(step[last] - step[first])
         room = self._room_of(group)
         nums = self._nums_in(part)
@@ -88,9 +93,10 @@ class ReplicaTable(MeshSpace):
             found = self._lists[key] = table[[FORWARD, BACKWARD, KEPT, WORKING]].tolist()
         return found
 
-    def replica_costs(self, group: TensorGroup, rows: int, micro_batches: int) -> ReplicaCosts:
-        """Costs of a replica with the given rows of a micro-batch."""
-        key = (group.kind, rows, self.prices.adding(micro_batches))
+    def replica_costs(self, group: TensorGroup, rows: int, micro_batches: int, shards: float = 1.0) -> ReplicaCosts:
+        """Costs of a replica with the given rows of a micro-batch, which has one of *shards* parts of what is divided
+        of its state."""
+        key = (group.kind, rows, self.prices.adding(micro_batches), shards)
         if key not in self._slices:
             table = self._table(group, rows, micro_batches)
             forward, backward, update, kept = table[: KEPT + 1] @ self._counts
@@ -108,9 +114,9 @@ class ReplicaTable(MeshSpace):
                 alone=sent[1],
                 near_latency=sent[2],
                 near_alone=sent[3],
-                fixed=self._parameters_of(group.tensor, group.expert)[2],
-                tied=self._tied_state(group.tensor),
-                step=self._parameters_of(group.tensor, group.expert)[3],
+                fixed=self._parameters_of(group.tensor, group.expert, shards)[2],
+                tied=self._tied_state(group.tensor, shards),
+                step=self._parameters_of(group.tensor, group.expert, shards)[3],
                 kept=kept,
                 handed=self._handed(rows / group.expert),
                 working=np.maximum.reduceat(table[WORKING][self._layers], starts),
@@ -119,8 +125,24 @@ class ReplicaTable(MeshSpace):
         return self._slices[key]
 
     def _room_of(self, group: TensorGroup) -> float:
-        """Capacity of its smallest device, without what the framework takes."""
-        return group.memory_bytes - max(self.prices.overhead_bytes[type_.name] for type_ in group.types)
+        """Capacity of its smallest device, without what the framework takes, and buckets on their way."""
+        taken = max(self.prices.overhead_bytes[type_.name] for type_ in group.types)
+        return group.memory_bytes - taken - self._buckets(group.tensor)
+
+    def _buckets(self, tensor: int) -> float:
+        """Bytes of buckets that a device has beside its state where replicas divide it, if it has no layer but
+        blocks."""
+        if not self.prices.stack.zero or not self.prices.runs:
+            return 0.0
+        if tensor not in self._of_buckets:
+            kinds = self.prices.profile.layers
+            blocks = [place for place, kind in enumerate(kinds) if self.prices.repeats(kind)] or range(len(kinds))
+            num = BUCKETS[self.prices.stack.zero - 1]
+            self._of_buckets[tensor] = num * min(
+                self.prices.largest_bucket(self.pools[0].ranks, blocks, tensor),
+                sum(self.prices.parameters(blocks, tensor)) * self.prices.gradient_bytes,
+            )
+        return self._of_buckets[tensor]
 
     def _table(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
         """The quantities of `row_table` (first axis) of each kind of layer (second axis) on a group."""
@@ -224,6 +246,15 @@ class ReplicaTable(MeshSpace):
         type_ = self.pools[pool].type
         return type_.memory_bytes - self.prices.overhead_bytes[type_.name]
 
+    def _most_shards(self, pool: int, tensor: int) -> float:
+        """The most parts, of what a device of a pool has, into which all devices together could divide state."""
+        if not self.prices.stack.zero:
+            return 1.0
+        room = max(1.0, self._room(pool))
+        return max(
+            1.0, sum(len(one.ranks) * max(0.0, self._room(i)) for i, one in enumerate(self.pools)) / room / tensor
+        )
+
     def _amounts(self, pool: int, tensor: int, expert: int) -> Array:
         """Bytes (rows) of each kind of layer (columns): of its states; of what it keeps, at least and for each row;
         of what it works with, likewise; and how many such layers there are."""
@@ -238,7 +269,8 @@ class ReplicaTable(MeshSpace):
                 amounts = [(2 * a - b, b - a) for a, b in zip(one, two, strict=True)]
                 by_rows = [prices.waste * amount for pair in amounts for amount in pair]
                 own, frozen = prices.parameters_of(kind, tensor, expert), prices.frozen_of(kind, tensor, expert)
-                state = prices.state(sum(own), frozen).total
+                shards = self._most_shards(pool, tensor)
+                state = prices.state(sum(own), frozen, shards=shards, zero=prices.stack.zero).total
                 found.append((state, *by_rows, num))
             self._needs[key] = np.array(found).T
         return self._needs[key]
@@ -321,25 +353,32 @@ class ReplicaTable(MeshSpace):
         link = self.prices.cluster.node_of(rank).inter
         return inf if link is None else link.bandwidth
 
-    def _parameters_of(self, tensor: int, expert: int) -> tuple[Array, Array, Array, Array]:
+    def _parameters_of(self, tensor: int, expert: int, shards: float = 1.0) -> tuple[Array, Array, Array, Array]:
         """Sums up to each part of a device's elements of parameters, dense ones and those of experts, tied ones where
-        they are read first; of its bytes of states, and of what its optimizer takes besides while it steps."""
-        key = (tensor, expert)
+        they are read first; of its bytes of states, and of what its optimizer takes besides while it steps, of which it
+        has one of *shards* parts, of dense ones of as many more as there are in an expert group."""
+        key = (tensor, expert, shards)
         if key not in self._parameters:
-            prices, kinds = self.prices, range(len(self.prices.profile.kinds))
-            dense, experts = zip(*(prices.parameters_of(kind, *key) for kind in kinds), strict=True)
+            prices, kinds, zero = self.prices, range(len(self.prices.profile.kinds)), self.prices.stack.zero
+            dense, experts = zip(*(prices.parameters_of(kind, tensor, expert) for kind in kinds), strict=True)
             elements = list(map(sum, zip(dense, experts, strict=True)))
-            states = [prices.state(elements[kind], prices.frozen_of(kind, *key)).total for kind in kinds]
-            steps = [prices.waste * prices.step_bytes(number) for number in elements]
+            states = []
+            for kind in kinds:
+                frozen = prices.frozen_of(kind, tensor, expert)
+                state = prices.state(dense[kind], frozen, shards=shards * expert, zero=zero).total
+                states.append(state + prices.state(experts[kind], shards=shards, zero=zero).total)
+            steps = [prices.waste * prices.step_bytes(number) / (shards if zero else 1) for number in elements]
             found = np.array([dense, experts, states, steps]) @ self._counts
             for parts, shared in self.tied:  # its gradient is one, ready with the first of its readers
                 found[0] -= shared / tensor * np.searchsorted(parts[1:], np.arange(found.shape[1]), side="left")
             self._parameters[key] = found[0], found[1], found[2], found[3]
         return self._parameters[key]
 
-    def _tied_state(self, tensor: int) -> Tied:
+    def _tied_state(self, tensor: int, shards: float = 1.0) -> Tied:
         """Bytes of the states of each tied parameter, with its parts."""
-        return tuple((parts, self.prices.state(shared / tensor).total) for parts, shared in self.tied)
+        zero = self.prices.stack.zero
+        each = (self.prices.state(shared / tensor, shards=shards, zero=zero).total for _, shared in self.tied)
+        return tuple(zip((parts for parts, _ in self.tied), each, strict=True))
 
     @cached_property
     def _layers(self) -> Integers:

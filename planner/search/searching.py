@@ -5,9 +5,9 @@ or several types; a mesh of data x (tensor or expert) on them, each stage its ow
 slice; the same number of micro-batches for all, the last of which may have fewer rows; a schedule. Constraints: every
 device holds its part with the micro-batches that the schedule keeps in flight; every rank is used once at most; what is
 fixed stays.
-The space excludes different pipelines in parallel, which no executor runs, and sharded states (ZeRO). Recompute is
-part of it where nothing fits without: then plans are searched under each rule for all stages, and each stage of those
-that are found gets the least with which it still fits.
+The space excludes different pipelines in parallel, which no executor runs. Recompute and state that replicas divide
+(ZeRO) are part of it where nothing fits without: then plans are searched under each rule and level for all stages, or
+under both where neither is enough, and each stage of those that are found gets the least with which it still fits.
 
 Method, for clusters of any size:
 
@@ -47,13 +47,14 @@ from typing import NamedTuple, TypeVar
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.ir.state import LEVELS, StateSharding
 from whale.ir.strategy import RECOMPUTES, Recompute
-from whale.planner.balance.least_recompute import least_recompute
+from whale.planner.balance.least_recompute import least_steps
 from whale.planner.cost.memory import framework_bytes, refuse_tiny
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.bound import least_seconds
 from whale.planner.search.effort import QUICK, THOROUGH, Effort
-from whale.planner.search.evaluate import score
+from whale.planner.search.evaluate import fitted
 from whale.planner.search.families import EvenPace, Family, Outlook, fit_divisions, outlooks
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import (
@@ -199,32 +200,65 @@ def search(
             ended.append(error)
             return None
 
-    last = under(prices.under("none" if settings.recompute == "auto" else settings.recompute))
+    rule: Recompute = "none" if settings.recompute == "auto" else settings.recompute
+    level: int = 0 if settings.zero == "auto" else settings.zero
+    last = under(prices.under(rule, level))
     if (first := run(last)) is not None:
-        return first
+        return _aligned(first, settings)
     found = []
-    if settings.recompute == "auto" and not last.stopped():
-        if with_rules is not None and profile.rules != RECOMPUTES:
-            prices = replace(prices, profile=with_rules(), memo=Memo())
-        for rule in (rule for rule in RECOMPUTES[1:] if rule in prices.profile.rules):
-            last = under(prices.under(rule))
-            if (one := run(last)) is not None:
-                found.append(one)
+    for ways in _ways(settings, len(cluster.devices)):
+        if last.stopped():
+            break
+        for rule, level in ways:
+            if rule not in prices.profile.rules and with_rules is not None and profile.rules != RECOMPUTES:
+                prices = replace(prices, profile=with_rules(), memo=Memo())
+            if rule in prices.profile.rules and not last.stopped():
+                last = under(prices.under(rule, level))
+                if (one := run(last)) is not None:
+                    found.append(one)
+        if found:
+            break
     if not found and ended:
         raise ended[0]
     if not found:
         weighed, given = last.meshes.prices, settings.recompute
         if given != "auto" and given != "full" and with_rules is not None and profile.rules != RECOMPUTES:
-            weighed = replace(prices, profile=with_rules(), memo=Memo()).under(given)
+            weighed = replace(prices, profile=with_rules(), memo=Memo()).under(given, prices.stack.zero)
         raise InfeasibleError(last.shortage(weighed))
-    return _with_least_recompute(prices, found, batch, settings.top)
+    return _aligned(_with_least(prices, found, batch, settings), settings)
 
 
-def _with_least_recompute(prices: CostModel, found: Sequence[Found], batch: int, top: int) -> Found:
-    """Results under several rules as one, with the least recompute in each stage."""
+def _ways(settings: SearchSettings, num_devices: int) -> Iterator[list[tuple[Recompute, int]]]:
+    """Changes to try where nothing fits, those first that cost least: one of rule and level, then both."""
+    rules = RECOMPUTES[1:] if settings.recompute == "auto" else ()
+    levels = (1, 3) if settings.zero == "auto" and num_devices > 1 else ()
+    rule: Recompute = "none" if settings.recompute == "auto" else settings.recompute
+    level = 0 if settings.zero == "auto" else settings.zero
+    yield [*((rule, one) for one in levels), *((one, level) for one in rules)]
+    if rules and levels:
+        yield [(one, levels[-1]) for one in rules]
+
+
+def _aligned(found: Found, settings: SearchSettings) -> Found:
+    """The result with ends of stretches where they are asked for."""
+    if settings.state_align == "row":
+        return found
+
+    def of(candidate: Candidate) -> Candidate:
+        stages = tuple(
+            stage if stage.state is None else replace(stage, state=replace(stage.state, align=settings.state_align))
+            for stage in candidate.stages
+        )
+        return replace(candidate, stages=stages)
+
+    return replace(found, candidates=tuple(map(of, found.candidates)), near=tuple(map(of, found.near)))
+
+
+def _with_least(prices: CostModel, found: Sequence[Found], batch: int, settings: SearchSettings) -> Found:
+    """Results under several rules and levels as one, with the least recompute and the least level in each stage."""
     candidates: dict[object, Candidate] = {}
     for candidate in (one for each in found for one in each.candidates):
-        least = _least(prices, candidate, batch)
+        least = _least(prices, candidate, batch, settings)
         candidates.setdefault((least.stages, least.micro_batches, least.schedule), least)
     ordered = sorted(candidates.values(), key=_step_seconds)
     default = [each.default for each in found if each.default is not None]
@@ -232,28 +266,51 @@ def _with_least_recompute(prices: CostModel, found: Sequence[Found], batch: int,
     for one in (one for each in found for one in each.dropped):
         dropped[one.family, one.reason] += one.count
     return Found(
-        candidates=tuple(_best_of(ordered, top)),
+        candidates=tuple(_best_of(ordered, settings.top)),
         near=tuple(sorted((one for each in found for one in each.near), key=_step_seconds)),
         bound_seconds=min(each.bound_seconds for each in found),
         dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in dropped.items()),
         points=tuple(one for each in found for one in each.points),
         tried=sum(each.tried for each in found),
         seconds=sum(each.seconds for each in found),
-        default=_with_least_recompute(prices, default, batch, top) if default else None,
+        default=_with_least(prices, default, batch, settings) if default else None,
     )
 
 
-def _least(prices: CostModel, candidate: Candidate, batch: int) -> Candidate:
-    """A candidate with the least recompute in each stage with which it fits."""
+def _least(prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings) -> Candidate:
+    """A candidate with the least level and the least recompute in each stage with which it fits, whichever is decided
+    first."""
+    ranks = [stage.ranks for stage in candidate.stages]
 
-    def under(rules: Sequence[Recompute]) -> Candidate:
-        stages = [replace(own, recompute=rule) for own, rule in zip(candidate.stages, rules, strict=True)]
+    def under(
+        rules: Sequence[Recompute] | None = None, levels: Sequence[int] | None = None, of: Candidate = candidate
+    ) -> Candidate:
+        stages = list(of.stages)
+        if rules is not None:
+            stages = [replace(own, recompute=rule) for own, rule in zip(stages, rules, strict=True)]
+        if levels is not None:
+            stages = [
+                replace(own, state=StateSharding(level) if level else None)
+                for own, level in zip(stages, levels, strict=True)
+            ]
         count, schedule = candidate.micro_batches, candidate.schedule
-        return score(prices, stages, micro_batches=count, schedule=schedule, batch=batch)
+        return fitted(prices, stages, micro_batches=count, schedule=schedule, batch=batch)
 
-    rules = least_recompute([stage.ranks for stage in candidate.stages], lambda rules: under(rules).prediction.memory)
-    least = under(rules)
-    return least if least.prediction.fits else candidate
+    def least_rules(of: Candidate) -> Candidate:
+        if settings.recompute != "auto" or all(stage.recompute == "none" for stage in of.stages):
+            return of
+        least = under(least_steps(ranks, RECOMPUTES, lambda rules: under(rules, of=of).prediction.memory), of=of)
+        return least if least.prediction.fits else of
+
+    def least_levels(of: Candidate) -> Candidate:
+        if settings.zero != "auto" or not any(stage.level for stage in of.stages):
+            return of
+        levels = least_steps(ranks, LEVELS, lambda levels: under(levels=levels, of=of).prediction.memory)
+        least = under(levels=levels, of=of)
+        return least if least.prediction.fits else of
+
+    both = (least_levels(least_rules(candidate)), least_rules(least_levels(candidate)))
+    return min(both, key=_step_seconds)
 
 
 class _Lacking(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whale.planner.cost.overlap import Beside
-from whale.planner.cost.replicas import of_kind
+from whale.planner.cost.replicas import gather_seconds, of_kind
 from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.mesh_costs import Array, MeshCosts, ReplicaCosts, added_by_sums
 from whale.planner.search.replica_table import ReplicaTable, total
@@ -90,7 +90,7 @@ class CostTable(ReplicaTable):
     def _worked_out(self, mesh: Mesh, rows: int, micro_batches: int) -> MeshCosts:
         groups, data_group = self.sample(mesh)
         slices = tuple(
-            self.replica_costs(group, count, micro_batches)
+            self.replica_costs(group, count, micro_batches, self._shards(mesh, group))
             for group, count in self._shared(groups, rows, micro_batches)
         )
         sums = self.gradient_sums(mesh)
@@ -116,11 +116,14 @@ class CostTable(ReplicaTable):
     def _met(self, replica: ReplicaCosts, data_group: Sequence[int]) -> Array | None:
         """Seconds forward and backward (rows) up to each part of the collectives between replicas; None if no layer has
         any."""
-        if not self.prices.meeting or len(data_group) < 2:
+        if len(data_group) < 2 or not (self.prices.meeting or self.prices.stack.zero == 3):
             return None
         group, rows, kinds = replica.group, replica.rows, range(len(self.prices.profile.kinds))
-        of_kinds = [of_kind(self.prices, kind, group, rows, data_group) for kind in kinds]
-        return np.array(of_kinds).T @ self._counts
+        of_kinds = np.array([of_kind(self.prices, kind, group, rows, data_group) for kind in kinds]).T
+        if self.prices.stack.zero == 3:  # gathers beside what is computed
+            gathers = np.array([gather_seconds(self.prices, kind, group, data_group) for kind in kinds])
+            of_kinds += np.maximum(0.0, gathers - replica.of_kinds[:2])
+        return of_kinds @ self._counts
 
     def stage(
         self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int
@@ -175,7 +178,8 @@ class CostTable(ReplicaTable):
             else:
                 shares, high = within, middle
         chosen = [
-            self.replica_costs(group, count, micro_batches) for count, (group, _) in zip(shares, groups, strict=True)
+            self.replica_costs(group, count, micro_batches, self._shards(costs.mesh, group))
+            for count, (group, _) in zip(shares, groups, strict=True)
         ]
         ahead, back = max((one.seconds(*part) for one in chosen if one.rows), key=sum)
         once, met = costs.stage(*part, held)[2], costs.met_in(*part)
@@ -198,9 +202,21 @@ class CostTable(ReplicaTable):
     def _most_held(self, mesh: Mesh, rows: int, micro_batches: int, part: tuple[int, int], held: int) -> list[int]:
         """The most rows of a micro-batch with which each kind of replica of a mesh holds the parts [first, last)."""
         return [
-            bisect_left(range(1, rows + 1), True, key=self._overflows(group, micro_batches, part, held))
+            bisect_left(
+                range(1, rows + 1),
+                True,
+                key=self._overflows(group, micro_batches, part, held, self._shards(mesh, group)),
+            )
             for group, _ in self.sample(mesh)[0]
         ]
+
+    def _shards(self, mesh: Mesh, group: TensorGroup) -> float:
+        """Parts, such as a replica of a mesh has one of, into which its replicas divide their state: equal ones, or of
+        several types by their memory."""
+        if not self.prices.stack.zero:
+            return 1.0
+        whole = sum(num * max(0.0, self._room_of(one)) for one, num in self.sample(mesh)[0])
+        return max(1.0, whole / max(1.0, self._room_of(group)))
 
     def hops(self, source: Mesh, target: Mesh, rows: int, micro_batches: int, near: bool = False) -> list[float]:
         """Seconds to send what a stage on *source* hands on to one on *target*, *near* if in the same node, and as much

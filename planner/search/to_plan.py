@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
-from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
+from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage, PlanState
 from whale.ir.strategy import REPLICAS, SHARDS
 from whale.planner.search import Candidate, StageChoice
 
@@ -69,7 +70,21 @@ def _plan_stage(stage: StageChoice, shares: tuple[float, ...], ragged: bool, *, 
         axes.append(PlanAxis(name=SHARDS, size=stage.tensor, role=SHARDS, shares=shares))
     if stage.expert > 1:
         axes.append(PlanAxis(name=SHARDS, size=stage.expert, role=SHARDS))
-    return PlanStage(ranks=stage.ranks, axes=tuple(axes), recompute=stage.recompute if ruled else None)
+    return PlanStage(
+        ranks=stage.ranks,
+        axes=tuple(axes),
+        recompute=stage.recompute if ruled else None,
+        state=_plan_state(stage),
+    )
+
+
+def _plan_state(stage: StageChoice) -> PlanState | None:
+    """How a stage divides its state, with shares of each of its ranks where there are any."""
+    if stage.state is None or not stage.level:
+        return None
+    shares = stage.state.shares
+    each = len(stage.ranks) // len(shares) if shares else 0
+    return PlanState.of(replace(stage.state, shares=tuple(share for share in shares for _ in range(each))))
 
 
 def split_shares(stage: StageChoice, cluster: Cluster, dtype: str) -> tuple[float, ...]:

@@ -191,6 +191,9 @@ class _Engine:
         if task.kind == "F":
             count = rank.in_flight[task.stage] = rank.in_flight.get(task.stage, 0) + 1
             self.in_flight[task.stage] = max(self.in_flight.get(task.stage, 0), count)
+        seconds, communication, *sizes = task.price
+        if (waits := task.least_end - now - seconds) > 0:
+            task.price = (seconds + waits, communication + waits, *sizes)  # type: ignore[assignment]
         task.event = self._reserve()
         if task.price[2]:
             rank.memory.append((now, rank.live_bytes + task.price[2]))

@@ -116,6 +116,7 @@ class PricedTask:
     copies: tuple[Key, ...] = ()
     milestones: tuple[tuple[float, Bucket], ...] = ()  # fraction of the task after which a bucket is ready
     frees: tuple[int, ...] = ()  # stages
+    least_end: float = 0.0  # until then its parameters arrive
     event: int = -1
 
 
@@ -211,6 +212,11 @@ class _Pricing:
             for position, rank in enumerate(stage.ranks):
                 if rank in self.prices:
                     self.prices[rank][index] = _prices(stage, position)
+        self.gathered = {
+            (rank, index): end
+            for index, stage in enumerate(workload.stages)
+            for rank, end in zip(stage.ranks, stage.gathered, strict=False)
+        }
         self.buckets = [
             Bucket(
                 index,
@@ -281,7 +287,7 @@ class _Pricing:
                 case SumLoss():
                     pass  # a number over all ranks, beside the sums of gradients
                 case Gather():
-                    pass  # no plan has parameters in stretches
+                    pass  # `least_end` of tasks says when they have arrived
                 case Free():
                     tasks[-1].frees += (instruction.stage,)
                     kept -= 1
@@ -307,7 +313,10 @@ class _Pricing:
             seconds, communication, *sizes = price
             share = self.workload.last_share
             price = (seconds * share, communication * share, *sizes)  # type: ignore[assignment]
-        return PricedTask(kind, stage, micro_batch, price, keys, inputs, first, [])
+        made = PricedTask(kind, stage, micro_batch, price, keys, inputs, first, [])
+        if kind == "F" and not micro_batch:
+            made.least_end = self.gathered.get((rank, stage), 0.0)
+        return made
 
     def _received(self, rank: int, receive: Receive) -> Message:
         queue = self.unmatched.get((receive.peer, rank))

@@ -31,7 +31,8 @@ Pair = tuple[int, int]
 T = TypeVar("T")
 
 _NUMBERS = (
-    "forward", "backward", "weights", "communication", "kept_bytes", "forward_peak_bytes", "backward_peak_bytes"
+    "forward", "backward", "weights", "communication", "kept_bytes", "forward_peak_bytes", "backward_peak_bytes",
+    "gathered",
 )  # fmt: skip
 """Fields of a stage with one entry per rank, or none."""
 

@@ -180,6 +180,9 @@ class _Pass:
         self.waits = np.zeros((len(self.slots), 2, num))  # until and with each backward
         self.inputs = [self._inputs(ahead) for ahead in (False, True)]
         self.slower = self._slower()
+        self.least_ends, self.gathering = np.zeros(num), np.zeros(num)  # of first forwards, and what they wait
+        for work, own in zip(workload.stages, self.places, strict=True):
+            self.least_ends[own] = work.gathered or 0.0
         self.sending = np.array([self._sending(ahead) for ahead in (False, True)])
 
     def _slower(self) -> Array:
@@ -261,6 +264,10 @@ class _Pass:
         if last in stages and not ahead:
             last_ones = slice(self.places[last].start - own.start, self.places[last].stop - own.start)
             done[last_ones] += self.slower[self.places[last]]
+        if ahead and slot < len(self.places):
+            waits = np.maximum(0.0, self.least_ends[own] - done)
+            self.gathering[own] += waits
+            done = done + waits
         ends[slot, own] = done
         sending = share * self.sending[int(ahead), own]
         self.free[own] = done + sending
@@ -325,10 +332,10 @@ class _Pass:
 
         def parts(rank: int) -> dict[str, float]:
             place = self.ranks.index(rank)
-            inside = float(self.communication[place])
+            inside, gathering = float(self.communication[place]), float(self.gathering[place])
             return {
                 "compute": times * (float(self.seconds[:, place].sum()) - inside),
-                "communication": times * inside,
+                "communication": times * inside + gathering,
                 "pipeline": float(self.waited[0, place]) + ends[last] - ends[rank],
                 "transfer": float(self.waited[1, place]),
                 "stall": waiting[rank],

@@ -187,7 +187,7 @@ def check_workload(workload: Workload) -> None:
     for index, stage in enumerate(workload.stages):
         where = f"stage {index} of the workload"
         required = ("forward", "backward", "weights", "kept_bytes")
-        for name in (*required, "communication", "forward_peak_bytes", "backward_peak_bytes"):
+        for name in (*required, "communication", "forward_peak_bytes", "backward_peak_bytes", "gathered"):
             size = len(getattr(stage, name))
             if size != len(stage.ranks) and (size or name in required):
                 raise UsageError(f"{where} has {len(stage.ranks)} ranks, but {size} entries in {name!r}")

@@ -25,6 +25,8 @@ from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
 from whale.cli.model_loader import load_model
 from whale.errors import UsageError
+from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.plan import Plan
 from whale.runtime.launch import World
 
 BOUND = 1e-12
@@ -149,6 +151,16 @@ LAYOUTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "dp x tp": lambda name: {"": [whale.replicate(2), whale.split()]},
     "pp x dp": lambda name: halves(name, whale.replicate()),
     "dp x pp": lambda name: {path: whale.stage(1) for path in SECOND[name]},
+    "each stage its own": lambda name: dict(
+        zip(
+            SECOND[name],
+            [
+                [whale.stage(2, zero=3, state_shares=[3, 1]), whale.replicate()],
+                [whale.stage(2), whale.replicate(zero=1)],
+            ],
+            strict=True,
+        )
+    ),
 }
 
 
@@ -159,6 +171,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("decoder", "pp x dp", {"zero": 2, "micro_batches": 4, "recompute": "full"}),
     ("decoder", "pp x dp", {"zero": 3, "micro_batches": 4, "schedule": "zero_bubble", "recompute": "selective"}),
     ("decoder", "dp x pp", {"zero": 1, "micro_batches": 2, "state_align": "parameter"}),
+    ("decoder", "each stage its own", {"micro_batches": 4}),
+    ("gpt2", "each stage its own", {"micro_batches": 2, "recompute": "full"}),
     ("gpt2", "dp", {"zero": 2, "micro_batches": 2, "recompute": "full"}),
     ("gpt2", "pp x dp", {"zero": 3, "micro_batches": 2, "state_shares": [3, 1, 3, 1]}),
     ("llama", "dp x tp", {"zero": 2, "micro_batches": 2, "recompute": "full", "state_shares": [1, 1, 3, 3]}),
@@ -182,6 +196,67 @@ def test_ranks_own_their_shares(worlds: Worlds) -> None:
     for share, own in zip((3, 1, 0, 1), held, strict=True):
         assert own == pytest.approx(share / 5 * total, abs=48)  # a row
     assert sum(check(worlds, "decoder", "dp", zero=3, state_align="parameter")) == total
+
+
+PLANNED = """{"world_size": 4, "batch": 8, "micro_batches": 2, "annotations": {"layers.0": ["stage(2)", "replicate(2)"],
+    "layers.2": ["stage(2)", "replicate(2)"]}, "stages": [
+    {"ranks": ["0-1"], "axes": [{"name": "replicate", "size": 2, "role": "replicate"}],
+     "state": {"level": 3, "shares": [3, 1]}},
+    {"ranks": ["2-3"], "axes": [{"name": "replicate", "size": 2, "role": "replicate"}]}]}"""
+
+
+def by_plan(world: World) -> tuple[float, float, int]:
+    """Errors of losses and parameters, and how many elements this rank trains, by a plan that divides the state of its
+    first stage."""
+    model, batch = built("decoder")
+    made = whale.parallelize(model, batch, device="cpu", plan=Plan.parse(PLANNED))
+    losses = trained(made.train_step, made, batch)
+    expected, state = local("decoder")
+    whole = made.full_state_dict()
+    loss = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+    held = sum(p.numel() for p in made.parameters())
+    return loss, max((whole[n] - x).abs().max().item() for n, x in state.items()), held
+
+
+def test_a_plan_says_how_its_stages_divide_their_state(worlds: Worlds) -> None:
+    found = worlds.run(4, by_plan)
+    assert all(max(loss, parameters) <= BOUND for loss, parameters, _ in found)
+    held = [held for _, _, held in found]
+    assert held[2] == held[3]  # all of the second stage
+    assert held[0] == pytest.approx(3 * held[1], rel=0.05)
+
+
+def by_memory(world: World, memories: tuple[int, ...], options: dict[str, Any]) -> tuple[str, int, float]:
+    """How this rank's stage divides its state on devices of these bytes, how many elements it owns, and the error."""
+    cards = [
+        (
+            "node0",
+            DeviceType.of(f"cpu-{size}", speed={"float64": 1e10}, memory_bytes=size, memory_bandwidth=1e9),
+        )
+        for size in memories
+    ]
+    cluster = Cluster.of(cards, intra=Link(bandwidth=1e9, latency=1e-5))
+    model = decoder(layers=8)
+    whale.annotate(model, {"": whale.replicate()})
+    plan = '{"world_size": 2, "stages": [{"ranks": ["0-1"], "axes": [%s]}]}'
+    equal = plan % '{"name": "replicate", "size": 2, "role": "replicate"}'
+    made = whale.parallelize(model, tokens(), device="cpu", cluster=cluster, plan=Plan.parse(equal), **options)
+    loss = made.train_step(**tokens())
+    builder: Any = made._whale.engine.source
+    state = builder.__self__.first.stages[0].state
+    held = sum(p.numel() for p in made.parameters())
+    return str(state), held, (loss - decoder(layers=8)(**tokens())).abs().item()
+
+
+def test_ranks_own_what_their_memory_leaves(worlds: Worlds) -> None:
+    roomy = worlds.run(2, by_memory, (2**30, 2**30), {"zero": "auto"})
+    assert {state for state, _, _ in roomy} == {"None"}
+    size = sum(p.numel() * 8 for p in decoder(layers=8).parameters())
+    tight = worlds.run(2, by_memory, (2 * size, 5 * size), {"zero": "auto", "state_shares": "auto"})
+    assert len({state for state, _, _ in tight}) == 1
+    assert "state_shares" in tight[0][0]
+    assert tight[1][1] > 1.5 * tight[0][1]
+    assert max(error for *_, error in (*roomy, *tight)) <= BOUND
 
 
 # --- what scripts do with it ------------------------------------------------------------------------------------------

@@ -58,9 +58,9 @@ def test_what_cannot_be_run_yet_is_said_of_the_degrees_that_ask_for_it(cluster: 
     given = ("--profile", PROFILE, "--cluster", cluster, "--batch", "8")
     plain = ("--precision", "fp32", "--no-sequence-parallel")
     assert "as other stacks run it" not in run(*given, *plain).stdout
+    assert "as other stacks run it" not in run(*given, *plain, "--zero", "2").stdout
     asked = {
         "--recompute": ("--recompute", "full"),
-        "--zero": ("--zero", "2"),
         "--cp": ("--cp", "2"),
         "--sequence-parallel": ("--tp", "8", "--sequence-parallel"),
         "bf16": ("--precision", "bf16"),
@@ -95,6 +95,9 @@ def test_what_was_assumed_stands_in_the_output(cluster: str) -> None:
         (("--profile", PROFILE, "--layers-per-stage", "1,x"), "12,14"),
         (("--profile", PROFILE, "--precision", "fp7"), "fp7"),
         (("--profile", PROFILE, "--zero", "4"), "--zero"),
+        (("--profile", PROFILE, "--zero", "1", "--state-shares", "a"), "such as 3,1, or auto"),
+        (("--profile", PROFILE, "--state-shares", "3,1"), "give --zero 1, 2 or 3"),
+        (("--profile", PROFILE, "--zero", "1", "--state-shares", "3,1", "--precision", "fp32"), "there are 8 replicas"),
         (("--profile", PROFILE, "--ep", "2"), "leave --ep out"),
         (("--profile", PROFILE, "--precision", "fp8"), "A100-SXM4-80GB has no float8; use --precision bf16"),
     ],

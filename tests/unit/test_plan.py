@@ -153,6 +153,39 @@ def test_arguments_that_contradict_a_rule_or_the_precision_are_refused() -> None
         plan.check_options(**as_planned, precision="fp32")
 
 
+def test_a_plan_says_how_each_stage_divides_its_state() -> None:
+    text = TEXT.replace('{"ranks": ["0-3"]', '{"state": {"level": 3, "shares": [3, 1, 1, 1]}, "ranks": ["0-3"]')
+    plan = Plan.parse(text)
+    assert [None if stage.state is None else str(stage.state.sharding) for stage in plan.stages] == [
+        "zero=3, state_shares=[3, 1, 1, 1]",
+        None,
+    ]
+    assert Plan.parse(plan.dumps()) == plan
+    assert plan.digest() != Plan.parse(TEXT).digest()
+    as_planned = {"micro_batches": None, "schedule": None}
+    plan.check_options(**as_planned, zero=3, state_align="row")
+    plan.check_options(**as_planned, zero=3, state_shares=[3, 1, 1, 1])
+    with pytest.raises(PlanMismatchError, match=r"stages\.0\.state\.level is 3, but zero=1"):
+        plan.check_options(**as_planned, zero=1)
+    with pytest.raises(PlanMismatchError, match=r"stages\.0\.state\.shares is \[3, 1, 1, 1\], but state_shares="):
+        plan.check_options(**as_planned, state_shares=[1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ('{"level": 4}', r"stages\.0\.state\.level"),
+        ('{"level": 0, "shares": [1, 1, 1, 1]}', r"stages\.0\.state.*give zero=1, 2 or 3"),
+        ('{"level": 1, "shares": [1, 1, 1]}', "there are 3, but the stage has 4 ranks and [0-9] replicas"),
+        ('{"level": 1, "shares": [0, 0, 0, 0]}', "one of them more"),
+        ('{"level": 1, "align": "element"}', r"stages\.0\.state\.align"),
+    ],
+)
+def test_a_state_that_no_stage_can_have_is_refused(state: str, words: str) -> None:
+    with pytest.raises(InputFileError, match=words):
+        Plan.parse(TEXT.replace('{"ranks": ["0-3"]', f'{{"state": {state}, "ranks": ["0-3"]'))
+
+
 def test_other_machines_than_the_plan_names_are_refused() -> None:
     plan = Plan(world_size=2, cluster=ClusterIdentity.of(types("fast", "slow")))
     plan.check_cluster(types("fast", "slow"))

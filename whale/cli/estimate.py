@@ -16,8 +16,9 @@ import click
 
 from whale.cli.assumptions import assumptions_text, is_given
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, Numbers, note, verbosity_options
+from whale.cli.options import AT_LEAST_1, Numbers, note, sharding_of, state_options, verbosity_options
 from whale.errors import UsageError
+from whale.ir.state import LEVELS
 from whale.ir.units import bytes_text
 from whale.planner.schedules.orders import SCHEDULES
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 @click.option("--virtual-stages", type=AT_LEAST_1, default=1, metavar="N", help="Virtual stages per device [1].")
 @click.option("--schedule", default="1f1b", metavar="NAME", help=f"One of {', '.join(SCHEDULES)} [1f1b].")
 @click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="[none]")
-@click.option("--zero", type=click.IntRange(0, 3), default=0, metavar="0-3", help="ZeRO stage [0].")
+@state_options(0, "0")
 @click.option(
     "--sequence-parallel/--no-sequence-parallel",
     default=None,
@@ -73,26 +74,38 @@ def estimate(
     Ranks go tensor innermost, then context, data, pipeline outermost, through the devices in the order of the file:
     tp x cp x dp x pp devices, experts inside of dp.
 
-    Some of this is predicted as other stacks run it: --zero, --cp, --sequence-parallel and --precision fp8, which Whale
-    does not run, and of a --profile what that says nothing of: --recompute, or bf16 and fp16 under torch.autocast. The
+    Some of this is predicted as other stacks run it: --cp, --sequence-parallel and --precision fp8, which Whale does
+    not run, and of a --profile what that says nothing of: --recompute, or bf16 and fp16 under torch.autocast. The
     output says so where one of these is chosen.
     """
     from whale.cli.clusters import load_cluster
     from whale.planner.cost.configuration import Configuration
     from whale.planner.cost.estimate import estimate as predict
 
-    configuration = Configuration(**degrees)
+    zero, shares = degrees.pop("zero"), degrees.pop("state_shares")
+    asked = sharding_of(zero, shares, degrees.pop("state_align"))
+    auto_shares = shares == "auto"
+    configuration = Configuration(
+        **degrees, zero=asked.level if asked is not None else 0, state_shares=asked.shares if asked is not None else ()
+    )
     as_whale = configuration.stack in (None, "whale") and not of_other_stacks(configuration)
     profile, said = _profile(spec, settings, profile_file, configuration, as_whale=as_whale)
     beyond = of_other_stacks(configuration, profile)
     if beyond and configuration.stack == "whale":
         raise UsageError(f"--stack whale: only other stacks are priced for {beyond[0]}; leave --stack out")
+    if (configuration.state_shares or auto_shares) and (beyond or configuration.stack not in (None, "whale")):
+        raise UsageError("--state-shares: stacks other than Whale's divide state equally; leave it out")
     if not beyond and configuration.stack is None:
         configuration = replace(configuration, stack="whale")
     if beyond and as_whale:
         note("for what Whale does, make the profile with 'whale profile model', and with its --precision bf16 or fp16")
     cluster = load_cluster(cluster_file, profile)
-    found = predict(profile, cluster, configuration)
+    levels = LEVELS if zero == "auto" else (configuration.zero,)
+    for level in levels:  # the first that fits
+        configuration = replace(configuration, zero=level, auto_shares=auto_shares and level > 0)
+        found = predict(profile, cluster, configuration)
+        if found.prediction.fits:
+            break
     if configuration.balance == "speed" and configuration.layers_per_stage is not None:
         note("--balance speed balances the rows of replicas only, because --layers-per-stage is given")
     said = (*said, *_defaults(configuration), *found.assumptions)
@@ -119,13 +132,7 @@ def of_other_stacks(given: Configuration, profile: ModelProfile | None = None) -
     from whale.planner.cost.precision import precision_named
 
     low = precision_named(given.precision).mixed and given.precision != "fp8"
-    shared = ("", "optimizer states", "gradients and optimizer states", "weights, gradients and optimizer states")
     every = (
-        (
-            given.zero > 0,
-            f"--zero {given.zero}: {shared[given.zero]} shared by replicas (Whale runs parallelize(zero=), which is "
-            "not priced)",
-        ),
         (
             profile is not None and given.recompute not in profile.rules,
             f"--recompute {given.recompute}: activations computed again in the backward",

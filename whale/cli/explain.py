@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from whale.errors import InputFileError
 from whale.ir.units import bytes_text
 
 if TYPE_CHECKING:
-    from whale.planner.explain import Change, Difference, Explanation
+    from whale.ir.workload import Prediction
+    from whale.planner.explain import Change, Difference, Explanation, Saving
 
 _FILE = click.Path(path_type=Path)
 
@@ -36,6 +38,7 @@ def explain(file: Path, changes: int, as_json: bool) -> None:
     """
     from whale.ir.plan import Plan
     from whale.planner.explain import explain as explain_workload
+    from whale.planner.explain import savings
     from whale.planner.simulation.simulate import check_workload
 
     plan = Plan.load(file)
@@ -50,7 +53,24 @@ def explain(file: Path, changes: int, as_json: bool) -> None:
     except ValueError as error:
         raise InputFileError(str(error), path=file) from error
     found = explain_workload(plan.workload, plan.prediction, num_changes=changes)
-    click.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else as_text(found))
+    saved = savings(plan)
+    if as_json:
+        data = {**dataclasses.asdict(found), "savings": [dataclasses.asdict(saving) for saving in saved]}
+        click.echo(json.dumps(data, indent=2))
+        return
+    click.echo("\n".join([as_text(found), *_memory(plan.prediction, saved)]))
+
+
+def _memory(prediction: Prediction | None, saved: Sequence[Saving]) -> list[str]:
+    """The fullest device, and what would free most of it."""
+    if prediction is None or not prediction.memory:
+        return []
+    fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
+    part = fullest.total / fullest.capacity
+    of = f"{bytes_text(fullest.total)} of {bytes_text(fullest.capacity)} ({part:.0%})"
+    lines = ["", f"memory: {of} on rank {fullest.rank}, the fullest; what would free most, at most:"]
+    lines += [f"  {saving.what}: {bytes_text(saving.bytes)}" for saving in saved]
+    return lines if saved else [*lines[:1], lines[1].partition(";")[0]]
 
 
 def as_text(found: Explanation) -> str:

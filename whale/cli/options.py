@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
+
+from whale.errors import UsageError
+from whale.ir.state import LEVELS, StateSharding
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -51,6 +54,96 @@ class Numbers(click.ParamType):
             twice = next(number for number in found if found.count(number) > 1)
             self.fail(f"{value!r}: {twice} is there twice", param, ctx)
         return tuple(found)
+
+
+class _Shares(click.ParamType):
+    """Numbers between commas, or ``auto``."""
+
+    name = "shares"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...] | Literal["auto"]:
+        """Read the text."""
+        if isinstance(value, tuple) or value == "auto":
+            return value
+        try:
+            found = tuple(float(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r}: write numbers with commas between them, such as 3,1, or auto", param, ctx)
+        if any(not 0 <= share < float("inf") for share in found) or not sum(found):
+            self.fail(f"{value!r}: shares are numbers of at least 0, and one of them more", param, ctx)
+        return found
+
+
+class _Level(click.ParamType):
+    """A level of ``zero``, or ``auto``."""
+
+    name = "level"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
+        """Read the text."""
+        if value == "auto" or value in LEVELS:
+            return value
+        if str(value) not in map(str, LEVELS):
+            self.fail(f"{value!r}: use 0, 1, 2, 3 or auto", param, ctx)
+        return int(value)
+
+
+def state_options(default: Any, otherwise: str, *, shares: bool = True) -> Callable[[_Function], _Function]:
+    """Give a verb ``--zero``, ``--state-shares`` and ``--state-align``: how replicas divide their state.
+
+    Args:
+        default: of ``--zero``.
+        otherwise: what that means, in the help.
+        shares: whether the verb takes shares.
+    """
+    options = [
+        click.option(
+            "--zero",
+            type=_Level(),
+            default=default,
+            metavar="0-3|auto",
+            help="What replicas divide: 1 optimizer states, 2 gradients too, 3 parameters too; auto: the least that "
+            f"fits, by stage [{otherwise}].",
+        ),
+        click.option(
+            "--state-align",
+            type=click.Choice(["row", "parameter"]),
+            help="Where parts of it end; whole parameters are for optimizers of matrices [row].",
+        ),
+    ]
+    if shares:
+        options.append(
+            click.option(
+                "--state-shares",
+                type=_Shares(),
+                metavar="S,S,...|auto",
+                help="How much each rank or replica owns of it; auto: by what memory leaves [equal].",
+            )
+        )
+
+    def added(function: _Function) -> _Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return added
+
+
+def sharding_of(
+    zero: int | Literal["auto"] | None, shares: tuple[float, ...] | Literal["auto"] | None, align: Any
+) -> StateSharding | None:
+    """How replicas divide their state, by these options; with ``auto`` how they do whatever the level and shares.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    if not zero and (shares or align):
+        raise UsageError("--state-shares and --state-align say how --zero divides the state: give --zero 1, 2 or 3")
+    level = 1 if zero == "auto" else zero
+    own = shares if isinstance(shares, tuple) else ()
+    return None if level is None else StateSharding(level, own, align or "row")
 
 
 def _add_to_verbosity(ctx: click.Context, parameter: click.Parameter, value: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,9 +19,10 @@ from whale.cli.assumptions import assumptions_text, autocast_of, in_precision, s
 from whale.cli.clusters import load_cluster
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, PRECISION_HELP, note, verbosity_options
+from whale.cli.options import AT_LEAST_1, PRECISION_HELP, note, sharding_of, state_options, verbosity_options
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
+from whale.ir.state import Align, StateSharding
 from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.cost.optimizers import OPTIMIZERS
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     type=click.Choice((*RECOMPUTES, "auto")),
     help="What backwards compute again; auto: the least that fits, stage by stage [as annotated, else none].",
 )
+@state_options(None, "as annotated, else 0")
 @click.option(
     "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."
 )
@@ -67,6 +70,9 @@ def plan(
     replicas: int | None,
     precision: str | None,
     recompute: Recompute | Literal["auto"] | None,
+    zero: int | Literal["auto"] | None,
+    state_shares: tuple[float, ...] | Literal["auto"] | None,
+    state_align: Align | None,
     optimizer: Any,
     output: Path | None,
     as_json: bool,
@@ -103,9 +109,13 @@ def plan(
         for given, option in ((settings, "--set"), (precision, "--precision"), (optimizer != "adamw", "--optimizer")):
             if given:
                 raise UsageError(f"{option} is for --model")
-        choice = _of_profile(profile, cluster, batch_size, micro_batches, schedule, stages or 1, replicas, recompute)
+        state = _of_level(zero, state_shares, state_align)
+        choice = _of_profile(
+            profile, cluster, batch_size, micro_batches, schedule, stages or 1, replicas, recompute, state
+        )
         _show(choice.plan, choice.prediction, choice.candidate.workload, cluster, output, as_json)
         return
+    state = sharding_of(zero, state_shares, state_align)
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
 
     from whale.annotations import module_scopes
@@ -141,7 +151,9 @@ def plan(
     if stages is not None:
         if scopes:
             raise UsageError(f"--stages {stages} is for a model without annotations, but {loaded.name} has some")
-        for rule in ("none", "full") if recompute == "auto" else (recompute or "none",):
+        rules: tuple[Recompute, ...] = ("none", "full") if recompute == "auto" else (recompute or "none",)
+        levels = (0, 3) if zero == "auto" else (zero or 0,)
+        for rule, level in product(rules, levels):
             try:
                 cuts = pipeline_by_speed(
                     profile,
@@ -153,10 +165,11 @@ def plan(
                     precision=precision,
                     schedule=schedule,
                     recompute=rule,
+                    zero=level,
                 )
                 break
             except InfeasibleError:
-                if recompute != "auto" or rule == "full":
+                if (rule, level) == (rules[-1], levels[-1]):
                     raise
         annotations = stage_annotations(profile, cuts)
     note(f"compiling {loaded.name} for {len(cluster.devices)} devices")
@@ -176,11 +189,14 @@ def plan(
             schedule=schedule,
             precision=autocast,
             recompute="none" if recompute is None or recompute == "auto" else recompute,
+            state=None if zero == "auto" else state,
         ),
         rows=rows,
         name=loaded.name,
         annotations=annotations,
         least=recompute == "auto",
+        least_state=state if zero == "auto" else None,
+        auto_shares=state_shares == "auto" or (zero == "auto" and state_shares is None),
     )
     why = [f"why: {reason}" for reason in found.reasons]
     if found.even is not None and found.even is not found.predicted:
@@ -199,6 +215,7 @@ def _of_profile(
     stages: int,
     replicas: int | None,
     recompute: Recompute | Literal["auto"] | None,
+    state: StateSharding | None,
 ) -> Choice:
     """The plan of a profile alone, which has no annotations."""
     from whale.commands.searching import plan_pipeline
@@ -216,7 +233,19 @@ def _of_profile(
         replicas=replicas or max(1, len(cluster.devices) // stages),
         schedule=schedule,
         recompute=recompute or "none",
+        state=state,
     )
+
+
+def _of_level(
+    zero: int | Literal["auto"] | None,
+    shares: tuple[float, ...] | Literal["auto"] | None,
+    align: Align | None,
+) -> StateSharding | None:
+    """How replicas divide their state, where there is no model."""
+    if zero == "auto" or shares == "auto":
+        raise UsageError("--zero auto and --state-shares auto count the bytes of a model: give --model, or numbers")
+    return sharding_of(zero, shares, align)
 
 
 def _show(

@@ -11,18 +11,20 @@ from whale.ir.units import bytes_text
 
 if TYPE_CHECKING:
     from whale.ir.cluster import Cluster
-    from whale.ir.plan import Plan
+    from whale.ir.plan import Plan, PlanState
     from whale.ir.workload import DeviceMemory, Prediction, Workload
 
 __all__ = ["command", "fullest", "memory_text", "stage_table", "step_lines"]
 
 
 def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster: Cluster) -> str:
-    """A row for each stage: its ranks, devices, mesh, rule of recompute if any has one, time and fullest device."""
+    """A row for each stage: its ranks, devices, mesh, rule of recompute and state if any has one, time and fullest
+    device."""
     from whale.planner.simulation.gantt import milliseconds
 
     memory = {device.rank: device for device in prediction.memory}
     ruled = any(stage.recompute not in (None, "none") for stage in plan.stages)
+    divided = any(stage.state is not None and stage.state.level for stage in plan.stages)
     rows = []
     for index, (stage, work) in enumerate(zip(plan.stages, workload.stages, strict=True)):
         axes = [f"{axis.name} {axis.size}{_shares(axis.shares)}" for axis in stage.axes or ()]
@@ -35,12 +37,18 @@ def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster:
                 ", ".join(types),
                 "; ".join(axes) or "one device",
                 *([stage.recompute or "none"] if ruled else []),
+                *([_state(stage.state)] if divided else []),
                 milliseconds(max(tasks)),
                 memory_text(fullest([memory[rank] for rank in stage.ranks if rank in memory])),
             ]
         )
-    again = ["recompute"] if ruled else []
-    return text_table("", ["stage", "ranks", "devices", "mesh", *again, "a micro-batch", "fullest device"], rows)
+    more = [*(["recompute"] if ruled else []), *(["zero"] if divided else [])]
+    return text_table("", ["stage", "ranks", "devices", "mesh", *more, "a micro-batch", "fullest device"], rows)
+
+
+def _state(state: PlanState | None) -> str:
+    """How a stage divides its state: its level, and shares that are not equal."""
+    return "0" if state is None else f"{state.level}{_shares(state.shares)}"
 
 
 def step_lines(plan: Plan, prediction: Prediction) -> list[str]:

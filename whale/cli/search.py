@@ -30,9 +30,10 @@ from whale.cli.clusters import load_cluster
 from whale.cli.collecting import seldom_collecting
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, MOST, PRECISION_HELP, Numbers, note, verbosity_options
+from whale.cli.options import AT_LEAST_1, MOST, PRECISION_HELP, Numbers, note, state_options, verbosity_options
 from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError, WhaleError
+from whale.ir.state import Align
 from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.cost.optimizers import OPTIMIZERS
 
@@ -72,6 +73,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
     default="auto",
     help="What backwards compute again; auto: nothing if a plan fits, else the least that does, by stage [auto].",
 )
+@state_options("auto", "auto", shares=False)
 @click.option(
     "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."
 )
@@ -103,6 +105,8 @@ def search(
     max_stages: int | None,
     precision: str | None,
     recompute: Recompute | Literal["auto"],
+    zero: Any,
+    state_align: Align | None,
     optimizer: Any,
     annotations: tuple[str, ...],
     without_: tuple[str, ...],
@@ -147,6 +151,8 @@ def search(
         max_stages=max_stages,
         optimizer=optimizer,
         recompute=recompute,
+        zero=zero,
+        state_align=state_align or "row",
         thorough=thorough,
         seed=seed,
         top=top,

@@ -138,7 +138,8 @@ def _look(stage: StageChoice, cluster: Cluster) -> str:
     inner = f"{stage.expert} experts" if stage.expert > 1 else stage.tensor
     degrees = f" ({stage.data} x {inner})" if len(stage.ranks) > 1 else ""
     again = f" recompute {stage.recompute}" if stage.recompute != "none" else ""
-    return " + ".join(f"{count} {name}" for count, name in counts) + degrees + again
+    divided = f" zero {stage.level}" if stage.level else ""
+    return " + ".join(f"{count} {name}" for count, name in counts) + degrees + again + divided
 
 
 # --- as data ----------------------------------------------------------------------------------------------------------
@@ -194,6 +195,7 @@ def _stage_data(stage: StageChoice) -> dict[str, Any]:
         "tensor": stage.tensor,
         "expert": stage.expert,
         "recompute": stage.recompute,
+        "zero": stage.level,
         "rows": list(rows) if len(set(rows)) > 1 else rows[0],
     }
 

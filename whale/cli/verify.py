@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, note, verbosity_options
+from whale.cli.options import AT_LEAST_1, note, state_options, verbosity_options
 from whale.cli.tables import cell_text, text_table
 from whale.errors import UsageError
 from whale.ir.strategy import RECOMPUTES
@@ -39,7 +39,7 @@ EXIT_NOT_EQUAL = 1
 @click.option("--steps", type=AT_LEAST_1, metavar="N", help="Steps of --replicas [20].")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="As of parallelize [the plan's].")
 @click.option("--recompute", type=click.Choice(("auto", *RECOMPUTES)), help="As of parallelize [the plan's].")
-@click.option("--zero", type=click.IntRange(0, 3), metavar="0-3", help="As of parallelize [0].")
+@state_options(None, "the plan's, else 0")
 @click.option("--offload", type=click.Choice(["state", "activations"]), multiple=True, help="As of parallelize.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @verbosity_options
@@ -49,7 +49,7 @@ def verify(
     batch_size: int | None,
     replicas: bool,
     as_json: bool,
-    **how: str | int | tuple[str, ...] | None,
+    **how: Any,
 ) -> None:
     """Compare loss and every gradient of the parallel step with the local step.
 

@@ -5,6 +5,7 @@ Rank 0 searches, because a time-limited search may end differently elsewhere; th
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,17 +15,19 @@ from torch import nn
 
 from whale.commands.candidates import CandidateCompiler, take_scopes
 from whale.commands.searching import search_plans
-from whale.compile.compile import Options, compile_traced
+from whale.compile.compile import Options, compile_traced, states_of
 from whale.compile.trace import Traced
 from whale.errors import UsageError
 from whale.graph.capture import batch_rows
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
+from whale.ir.state import LEVELS, Align, StateSharding
 from whale.ir.strategy import Recompute, ScopePath
 from whale.ir.workload import DeviceMemory
-from whale.planner.balance.least_recompute import least_recompute
+from whale.planner.balance.least_recompute import least_recompute, least_steps
 from whale.planner.cost.optimizers import Optimizer, costs_of
+from whale.planner.cost.state_shares import fitting_states
 from whale.planner.search import Fixed, SearchSettings
 from whale.planner.search.constraints import fixed_by
 from whale.predict.peak_memory import Device
@@ -39,7 +42,7 @@ __all__ = [
     "expert_degrees",
     "search_inputs",
     "tensor_degrees",
-    "with_least_recompute",
+    "with_least_memory",
 ]
 
 ROOM = 0.8
@@ -63,6 +66,8 @@ def automatic_plan(
     micro_batches: int | None,
     schedule: str | None,
     recompute: Recompute | Literal["auto"],
+    zero: Literal[0, 1, 2, 3, "auto"],
+    state_align: Align,
     loss_fn: Callable[..., Any] | None,
 ) -> Plan:
     """The plan of rank 0 for *model*, on every rank; all of them call this.
@@ -76,6 +81,8 @@ def automatic_plan(
         micro_batches: of a step; None: the best number.
         schedule: one for devices that have one stage each; None: ``1f1b``.
         recompute: what backwards compute again; ``auto``: in each stage the least that is needed.
+        zero: how much of their state replicas divide; ``auto``: in each stage the least that is needed.
+        state_align: where stretches of it end.
         loss_fn: for a model that does not return its loss.
 
     Raises:
@@ -95,6 +102,8 @@ def automatic_plan(
             micro_batches=micro_batches,
             schedules=(schedule or "1f1b",),
             recompute=recompute,
+            zero=zero,
+            state_align=state_align,
             fixed=inputs.fixed,
         )
         found = search_plans(
@@ -105,8 +114,18 @@ def automatic_plan(
     return Plan.parse(from_first(world, "plan", made, patience_seconds=PATIENCE_SECONDS), source="plan='auto'")
 
 
-def with_least_recompute(world: World, traced: Traced, memory: Cluster, cluster: Cluster, options: Options) -> Options:
-    """The options with the least recompute for each stage with which its devices hold it, as rank 0 counts; all ranks
+def with_least_memory(
+    world: World,
+    traced: Traced,
+    memory: Cluster,
+    cluster: Cluster,
+    options: Options,
+    *,
+    recompute: bool = False,
+    zero: bool = False,
+    shares: bool = False,
+) -> Options:
+    """The options with as little of these for each stage as its devices need to hold it, as rank 0 counts; all ranks
     call this.
 
     Args:
@@ -114,26 +133,72 @@ def with_least_recompute(world: World, traced: Traced, memory: Cluster, cluster:
         traced: the model.
         memory: the devices, with what they can hold.
         cluster: the devices for which it is compiled.
-        options: of the compilation; they say what stages compute again whose plan or annotation does not.
+        options: of the compilation; they say what stages compute again, and how they divide their state, whose plan or
+            annotation does not.
+        recompute: whether to choose what stages compute again, after how much of their state they divide.
+        zero: whether to choose the level of the options' way to divide it.
+        shares: whether ranks own what their memory leaves, where equal shares do not fit.
     """
     kind: Device = "cuda" if world.device.type == "cuda" else "cpu"
-    first = compile_traced(traced, cluster, options, device=kind)
+    way = options.state if isinstance(options.state, StateSharding) else StateSharding(1)
+    start = replace(options, state=None) if zero else options
+    first = compile_traced(traced, cluster, start, device=kind)
     planned = [stage.recompute for stage in options.plan.stages] if options.plan is not None else []
-    stages = first.partition.stages
+    stages, num = first.partition.stages, len(cluster.devices)
     asked = [graph.cut.stage.strategy.recompute if graph.cut.stage is not None else None for graph in stages]
     given = [told or own for told, own in zip(planned or [None] * len(stages), asked, strict=True)]
+    told = states_of(first.partition, replace(options, state=None))
     ranks = [stage.mesh.ranks for stage in first.stages]
 
-    def memory_under(rules: Sequence[Recompute]) -> tuple[DeviceMemory, ...]:
-        ruled = replace(options, recompute=tuple(rules))
-        compiled = compile_traced(traced, cluster, ruled, device=kind)
+    def of_levels(levels: Sequence[int]) -> tuple[StateSharding | None, ...]:
+        return tuple(
+            replace(way, level=level).of_stage(own, num) if level else None
+            for own, level in zip(ranks, levels, strict=True)
+        )
+
+    def memory_of(chosen: Options) -> tuple[DeviceMemory, ...]:
+        compiled = compile_traced(traced, cluster, chosen, device=kind)
         return predicted_memory(compiled, memory, schedule=options.schedule, optimizer="adamw", device=kind)
 
-    def made() -> str:
-        return ",".join(least_recompute(ranks, memory_under, given=given))
+    def with_shares(chosen: Options) -> Options:
+        """The options with shares of state that fit, if equal ones do not."""
+        held = memory_of(chosen)
+        if not shares or all(one.total <= one.capacity for one in held):
+            return chosen
+        own = [state if said is None else None for state, said in zip(_of_stages(chosen, ranks), told, strict=True)]
+        return replace(chosen, state=fitting_states(ranks, own, held, micro_batches=options.micro_batches))
 
-    text = from_first(world, "recompute", made, patience_seconds=PATIENCE_SECONDS)
-    return replace(options, recompute=tuple(text.split(",")))  # type: ignore[arg-type]
+    def made() -> str:
+        chosen = replace(start, state=of_levels([0] * len(ranks))) if zero else start
+        if zero:
+            levels = least_steps(
+                ranks,
+                LEVELS,
+                lambda levels: memory_of(with_shares(replace(start, state=of_levels(levels)))),
+                given=[None if state is None else state.level for state in told],
+            )
+            chosen = replace(start, state=of_levels(levels))
+        chosen = with_shares(chosen)
+        if recompute:
+            rules = least_recompute(
+                ranks, lambda rules: memory_of(replace(chosen, recompute=tuple(rules))), given=given
+            )
+            chosen = replace(chosen, recompute=tuple(rules))
+        states = [
+            None if state is None else [state.level, state.shares, state.align] for state in _of_stages(chosen, ranks)
+        ]
+        return json.dumps([chosen.recompute, states])
+
+    text = from_first(world, "memory", made, patience_seconds=PATIENCE_SECONDS)
+    rules, states = json.loads(text)
+    found = [None if one is None else StateSharding(one[0], tuple(one[1]), one[2]) for one in states]
+    again: Any = rules if isinstance(rules, str) else tuple(rules)
+    return replace(options, recompute=again, state=tuple(found))
+
+
+def _of_stages(options: Options, ranks: Sequence[Sequence[int]]) -> tuple[StateSharding | None, ...]:
+    """How each stage divides its state by the options."""
+    return options.state if isinstance(options.state, tuple) else (options.state,) * len(ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
 from math import ceil
 from typing import Any
@@ -18,20 +19,22 @@ from torch import nn
 
 from whale.annotations import Annotation, annotate
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_traced
+from whale.compile.compile import Options, compile_traced, states_of
 from whale.compile.trace import trace
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.micro_batches import rows_of_micro_batch
-from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage
+from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage, PlanState
 from whale.ir.profile import ModelProfile
+from whale.ir.state import LEVELS, StateSharding
 from whale.ir.strategy import RECOMPUTES, Recompute, parse_strategy
 from whale.ir.units import bytes_text
 from whale.ir.workload import DeviceMemory
 from whale.planner.advice import advised
 from whale.planner.assignment.from_plan import axis_role
-from whale.planner.balance.least_recompute import least_recompute
+from whale.planner.balance.least_recompute import least_recompute, least_steps
 from whale.planner.balance.mesh_shares import AxisToShare, MeshDevice, MeshShares, mesh_shares
 from whale.planner.cost.memory import refuse_tiny
+from whale.planner.cost.state_shares import fitting_states
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers, stage_layers
 from whale.predict.prediction import Predicted, predict, predicted_memory
@@ -92,6 +95,8 @@ def make_plan(
     name: str,
     annotations: Mapping[str, Sequence[str]] | None = None,
     least: bool = False,
+    least_state: StateSharding | None = None,
+    auto_shares: bool = False,
 ) -> Planned:
     """The fastest plan for a model on the cluster of *costs* that fits.
 
@@ -99,11 +104,14 @@ def make_plan(
         model: on the meta device; its annotations, or *annotations*, are constraints.
         batch: an example of the global batch.
         costs: the model's layers and the cluster's links, and the optimizer whose states must fit.
-        options: micro-batches, schedule, precision, and what backwards compute again.
+        options: micro-batches, schedule, precision, what backwards compute again, and how replicas divide state.
         rows: of the batch.
         name: of the model, for the plan.
         annotations: of an unmodified model, as a plan has them.
         least: whether stages whose devices lack memory compute again what they need to fit.
+        least_state: in which way, whatever its level, replicas divide as much of their state as they need to fit; None:
+            as the options say.
+        auto_shares: whether ranks own of it what their memory leaves, where equal shares do not fit.
 
     Raises:
         InfeasibleError: no plan fits, or the annotations do not fit the devices.
@@ -153,37 +161,93 @@ def make_plan(
         found = compiled(plan)
         return predict(found, replace(costs, micro_batches=plan.micro_batches), schedule=options.schedule)
 
-    def memory_under(rules: Sequence[Recompute]) -> tuple[DeviceMemory, ...]:
-        return predicted_memory(
-            compiled(_under(start, rules)),
-            costs.cluster,
-            schedule=options.schedule,
-            optimizer=costs.optimizer,
-            device=costs.device,
-        )
+    def settled(plan: Plan) -> tuple[Plan, Predicted]:
+        """A plan predicted, with shares of its state that fit if equal ones do not."""
+        found = predicted(plan)
+        if auto_shares and not found.prediction.fits:
+            other = _with_state(plan, found.prediction.memory)
+            again = predicted(other) if other != plan else found
+            if again.prediction.fits:
+                return other, again
+        return plan, found
+
+    def memory_of(plan: Plan) -> tuple[DeviceMemory, ...]:
+        options_of: Any = {"schedule": options.schedule, "optimizer": costs.optimizer, "device": costs.device}
+        memory = predicted_memory(compiled(plan), costs.cluster, **options_of)
+        other = _with_state(plan, memory) if auto_shares and not _fit(memory) else plan
+        return memory if other == plan else predicted_memory(compiled(other), costs.cluster, **options_of)
 
     refuse_tiny((costs.cluster.devices[rank] for stage in first.stages for rank in stage.mesh.ranks), start.world_size)
-    even = predicted(start)
+    start, even = settled(start)
     try:
-        return _balanced(first, costs, start, even, predicted)
+        return _balanced(first, costs, start, even, settled)
     except InfeasibleError as error:
         problem = error
-    asked = [graph.cut.stage.strategy.recompute if graph.cut.stage else None for graph in first.partition.stages]
-    rules = least_recompute([stage.ranks for stage in start.stages], memory_under, given=asked)
-    cures = []
-    if least and any(rule != "none" for rule in rules):
-        start = _under(start, rules)
-        even = predicted(start)
-        first = compile_traced(traced, costs.cluster, replace(counted, recompute=rules), device="cpu")
+    graphs = first.partition.stages
+    asked = [graph.cut.stage.strategy.recompute if graph.cut.stage else None for graph in graphs]
+    told = [own.level if own is not None else None for own in states_of(first.partition, replace(options, state=None))]
+    ranks = [stage.ranks for stage in start.stages]
+
+    def with_rules(plan: Plan) -> Plan:
+        return _under(plan, least_recompute(ranks, lambda rules: memory_of(_under(plan, rules)), given=asked))
+
+    def with_levels(plan: Plan) -> Plan:
+        way = least_state or StateSharding(1)
+        levels = least_steps(ranks, LEVELS, lambda levels: memory_of(_divided(plan, levels, way)), given=told)
+        return _divided(plan, levels, way)
+
+    def tried(ways: Sequence[Callable[[], Plan]]) -> list[Plan]:
+        """The plans of some changes that fit."""
+        plans = [one for way in ways if (one := way()) != start]
+        return [one for one in plans if _fit(memory_of(one))]
+
+    may_divide = any(len(spec.ranks) > 1 for spec in first.reduces)
+    ways = [
+        *([partial(with_rules, start)] if least else []),
+        *([partial(with_levels, start)] if least_state is not None else []),
+    ]
+    plans = tried(ways)
+    if not plans and least and least_state is not None:
+        most = _under(start, [rule or RECOMPUTES[-1] for rule in asked])
+        plans = tried([lambda: with_rules(with_levels(most))])
+    found: list[Planned] = []
+    for plan in plans:
+        plan, even = settled(plan)
+        rules, levels = [one.recompute or "none" for one in plan.stages], [_level(one) for one in plan.stages]
+        made = replace(counted, recompute=tuple(rules), state=tuple(_sharding(one) for one in plan.stages))
+        first = compile_traced(traced, costs.cluster, made, device="cpu")
         try:
-            found = _balanced(first, costs, start, even, predicted)
-            return replace(found, reasons=(*_why_again(rules), *found.reasons))
+            one = _balanced(first, costs, plan, even, settled)
         except InfeasibleError as error:
             problem = error
-    elif all(held.total <= held.capacity for held in memory_under(rules)):
-        cures = [f"--recompute {max(rules, key=RECOMPUTES.index)}"]
+            continue
+        found.append(replace(one, reasons=(*_why_again(rules), *_why_divided(levels), *one.reasons)))
+    if found:
+        return min(found, key=lambda one: one.predicted.prediction.step_seconds)
+    cures = []
+    if not least:
+        cures += [f"--recompute {_most(plan)}" for plan in tried([partial(with_rules, start)])]
+    if least_state is None and may_divide:
+        cures += [f"--zero {max(map(_level, plan.stages))}" for plan in tried([partial(with_levels, start)])]
     more = _enough_micro_batches(start, even, predicted)
     raise InfeasibleError(_or_with(str(problem), [*([] if more is None else [f"--micro-batches {more}"]), *cures]))
+
+
+def _fit(memory: Sequence[DeviceMemory]) -> bool:
+    return all(held.total <= held.capacity for held in memory)
+
+
+def _most(plan: Plan) -> Recompute:
+    """The rule of a plan's stages that keeps least."""
+    return max((stage.recompute or "none" for stage in plan.stages), key=RECOMPUTES.index)
+
+
+def _level(stage: PlanStage) -> int:
+    return stage.state.level if stage.state is not None else 0
+
+
+def _sharding(stage: PlanStage) -> StateSharding | None:
+    return None if stage.state is None else stage.state.sharding
 
 
 def _under(plan: Plan, rules: Sequence[Recompute]) -> Plan:
@@ -192,6 +256,42 @@ def _under(plan: Plan, rules: Sequence[Recompute]) -> Plan:
     return plan.model_copy(
         update={"stages": tuple(stage.model_copy(update={"recompute": rule}) for stage, rule in stages)}
     )
+
+
+def _divided(plan: Plan, levels: Sequence[int], way: StateSharding) -> Plan:
+    """The plan with a level for each stage, which divides its state in some way."""
+    stages = []
+    for stage, level in zip(plan.stages, levels, strict=True):
+        of_stage = replace(way, level=level).of_stage(stage.ranks, plan.world_size) if level else None
+        state = None if of_stage is None else PlanState.of(of_stage)
+        if _level(stage) == level:
+            state = stage.state
+        stages.append(stage.model_copy(update={"state": state}))
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def _with_state(plan: Plan, memory: Sequence[DeviceMemory]) -> Plan:
+    """The plan with shares of state that fit best, by what devices hold with those that it has."""
+    states = fitting_states(
+        [stage.ranks for stage in plan.stages],
+        [_sharding(stage) for stage in plan.stages],
+        memory,
+        micro_batches=plan.micro_batches,
+    )
+    stages = [
+        stage if state is None or not state.level else stage.model_copy(update={"state": PlanState.of(state)})
+        for stage, state in zip(plan.stages, states, strict=True)
+    ]
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def _why_divided(levels: Sequence[int]) -> Iterator[str]:
+    """Why replicas divide their state, in sentences."""
+    for level in LEVELS[1:]:
+        stages = [str(index) for index, own in enumerate(levels) if own == level]
+        if stages:
+            which = "stage" if len(stages) == 1 else "stages"
+            yield f"zero {level} in {which} {', '.join(stages)}: with less of it their devices lack memory"
 
 
 def _why_again(rules: Sequence[Recompute]) -> Iterator[str]:
@@ -204,7 +304,11 @@ def _why_again(rules: Sequence[Recompute]) -> Iterator[str]:
 
 
 def _balanced(
-    first: Compilation, costs: Costs, start: Plan, even: Predicted, predicted: Callable[[Plan], Predicted]
+    first: Compilation,
+    costs: Costs,
+    start: Plan,
+    even: Predicted,
+    settled: Callable[[Plan], tuple[Plan, Predicted]],
 ) -> Planned:
     """The plan with the stages of *start* and the fastest shares.
 
@@ -220,7 +324,7 @@ def _balanced(
             reasons=("all devices are alike: shares are equal",),
         )
     best, reasons = _Problem(first, costs, even, start).solve()
-    found = even if best == start else predicted(best)
+    best, found = (start, even) if best == start else settled(best)
     keep_even = even.prediction.fits and (
         not found.prediction.fits or even.prediction.step_seconds <= found.prediction.step_seconds
     )
@@ -240,6 +344,7 @@ def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
     ruled = any(one.recompute != "none" for one in compilation.stages)
     return PlanStage(
         recompute=stage.recompute if ruled else None,
+        state=None if stage.state is None else PlanState.of(stage.state),
         ranks=stage.mesh.ranks,
         axes=tuple(
             PlanAxis(name=axis.name, size=axis.size, role=axis_role(roles, position))

@@ -22,6 +22,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.profile import ModelProfile
+from whale.ir.state import LEVELS, StateSharding
 from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.ir.workload import Prediction
 from whale.planner.advice import advised
@@ -228,6 +229,7 @@ def plan_pipeline(
     replicas: int,
     schedule: str = "1f1b",
     recompute: Recompute = "none",
+    state: StateSharding | None = None,
 ) -> Choice:
     """The plan of a pipeline of a given size for a profile alone: layers and rows by speed, nothing searched.
 
@@ -242,6 +244,7 @@ def plan_pipeline(
         replicas: of every stage.
         schedule: ``gpipe`` or ``1f1b``.
         recompute: what backwards of all stages compute again.
+        state: how replicas of all stages divide their state; shares are of each replica.
 
     Raises:
         UsageError: the numbers do not fit the cluster, the batch or the profile.
@@ -267,18 +270,27 @@ def plan_pipeline(
         precision=precision,
         schedule=schedule,
         recompute=recompute,
+        zero=state.level if state is not None else 0,
     )
-    prices = prices.under(recompute)
-    candidate = _pipeline(prices, cuts, batch, micro_batches, replicas, schedule)
+    if state is not None and len(state.shares) not in (0, replicas):
+        raise UsageError(f"--state-shares has {len(state.shares)} numbers, but each stage has {replicas} replicas")
+    prices = prices.under(recompute, state.level if state is not None else 0)
+    candidate = _pipeline(prices, cuts, batch, micro_batches, replicas, schedule, state)
     lacking = shortage_of(candidate.prediction)
     if lacking:
         divisors = (count for count in range(micro_batches + 1, min(batch, MOST_WEIGHED) + 1) if batch % count == 0)
-        tried = ((_pipeline(prices, cuts, batch, count, replicas, schedule), count) for count in divisors)
+        tried = ((_pipeline(prices, cuts, batch, count, replicas, schedule, state), count) for count in divisors)
         more = next((count for other, count in tried if other.prediction.fits), None)
         cures = [] if more is None else [(True, f"--micro-batches {more}")]
         for rule in (one for one in RECOMPUTES[RECOMPUTES.index(recompute) + 1 :] if one in profile.rules):
-            if _pipeline(prices.under(rule), cuts, batch, micro_batches, replicas, schedule).prediction.fits:
+            ruled = prices.under(rule, prices.stack.zero)
+            if _pipeline(ruled, cuts, batch, micro_batches, replicas, schedule, state).prediction.fits:
                 cures.append((True, f"--recompute {rule}"))
+                break
+        for level in (level for level in LEVELS if level > prices.stack.zero and replicas > 1):
+            other = replace(state or StateSharding(level), level=level)
+            if _pipeline(prices, cuts, batch, micro_batches, replicas, schedule, other).prediction.fits:
+                cures.append((True, f"--zero {level}"))
                 break
         raise InfeasibleError(
             advised(f"the plan {lacking}", cures, otherwise="use more stages, or let whale search find what fits")
@@ -287,7 +299,13 @@ def plan_pipeline(
 
 
 def _pipeline(
-    prices: CostModel, cuts: Sequence[range], batch: int, micro_batches: int, replicas: int, schedule: str
+    prices: CostModel,
+    cuts: Sequence[range],
+    batch: int,
+    micro_batches: int,
+    replicas: int,
+    schedule: str,
+    state: StateSharding | None,
 ) -> Candidate:
     """Stages of these layers, each on as many devices, with rows by speed."""
     stages = []
@@ -305,6 +323,7 @@ def _pipeline(
                 tensor=1,
                 rows=rows,
                 recompute=prices.stack.recompute,
+                state=state if state is not None and state.level else None,
             )
         )
     return score(prices, stages, micro_batches=micro_batches, schedule=schedule, batch=batch)

@@ -26,7 +26,6 @@ from whale.ir.cluster import Cluster
 from whale.ir.placement import Placement, Segment
 from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
 from whale.ir.schedule import Order, peak_in_flight
-from whale.ir.state import StateSharding
 from whale.planner.assignment.assign import Assignment
 from whale.runtime.engine import Shard
 from whale.runtime.local_program import LocalProgram
@@ -59,9 +58,8 @@ class Compilation:
     """A model, compiled for one batch signature; equal on every rank.
 
     ``rows`` are the units of the batch in each micro-batch; ``warnings`` what the user should know of it;
-    ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``state`` how the state of
-    parameters is divided, and ``units`` the buckets of which ranks own stretches;
-    ``offloads_activations`` says that forwards keep on the host what their backwards read.
+    ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``units`` the buckets of which
+    ranks own stretches; ``offloads_activations`` says that forwards keep on the host what their backwards read.
     """
 
     traced: Traced
@@ -78,7 +76,6 @@ class Compilation:
     warnings: tuple[str, ...] = ()
     rank_specs: tuple[StageSpec, ...] = field(default=())
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
-    state: StateSharding | None = None
     units: tuple[Unit, ...] = ()
     offloads_activations: bool = False
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
@@ -135,8 +132,9 @@ class Compilation:
 
     @cached_property
     def gathers(self) -> tuple[ReduceSpec, ...]:
-        """The buckets whose parameters are gathered once a step."""
-        return tuple(unit.spec for unit in self.units if unit.spec.gathers == "step")
+        """The buckets whose parameters are gathered once a step, those first that a forward reads first: they are in
+        the order in which backwards end."""
+        return tuple(unit.spec for unit in reversed(self.units) if unit.spec.gathers == "step")
 
     @cached_property
     def most_in_flight(self) -> dict[int, int]:
@@ -207,10 +205,11 @@ class Compilation:
         placements = []
         for stage in self.stages:
             placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes} recompute {stage.recompute}")
+            placements.append(f"state {stage.state} {'on the host' if stage.state_on_host else ''}")
             placements += [f"{n.name} {' '.join(map(str, c))}" for n, c in stage.choices.items()]
             for placed in (stage.stored, stage.sent):
                 placements += sorted(f"{value_name(v)} {' '.join(map(str, p))}" for v, p in placed.items())
-        order = f"{self.rows} {' '.join(map(str, self.order))} {self.reduces} {self.bucket_parameters} {self.state}"
+        order = f"{self.rows} {' '.join(map(str, self.order))} {self.reduces} {self.bucket_parameters}"
         return {
             "the captured model (its code, its sizes or the example batch)": "\n".join(graph),
             "its placement (annotations, cluster or options)": "\n".join(placements),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from whale.compile.compilation import Compilation, LocalParameter, StoredForm, placement_of
 from whale.compile.exchanges import edges_between, has_idle_ranks, sums_of_gradients
 from whale.compile.trace import Traced, trace
-from whale.errors import PlanMismatchError, UsageError
+from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import where
 from whale.graph.partition import Partition, TaskGraph
@@ -40,7 +40,7 @@ from whale.strategies.lowering import PlacedStage
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage
 from whale.strategies.row_sums import row_sums
 
-__all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_of"]
+__all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_of", "states_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,10 @@ class Options:
     """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
     ``precision`` is that of ``torch.autocast`` under which it computes. ``recompute`` says what backwards
     compute again, of all stages or of each, where neither the plan nor an annotation says it. ``compile`` asks for
-    compiled kernels; ``state`` divides parameters, gradients and optimizer states; ``local_rows`` says that ranks bring
-    their own rows of a batch alone, ``offload_activations`` that forwards keep on the host what backwards read.
+    compiled kernels; ``local_rows`` says that ranks bring their own rows of a batch alone, ``offload_activations`` that
+    forwards keep on the host what backwards read. ``state`` divides parameters, gradients and optimizer states, of all
+    stages or of each, where neither the plan nor an annotation says it; its shares may be of each rank of the launch,
+    and where it is on the host it is so of all stages.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
@@ -63,7 +65,7 @@ class Options:
     recompute: Recompute | tuple[Recompute, ...] = "none"
     compile: bool = False
     local_rows: bool = False
-    state: StateSharding | None = None
+    state: StateSharding | tuple[StateSharding | None, ...] | None = None
     offload_activations: bool = False
     plan: Plan | None = None
 
@@ -104,7 +106,18 @@ def compile_traced(
     report = Report()
     stages = _place_stages(traced, cut, assignment, rows, device, report, stored or {})
     rules = rules_of(cut, options)
-    stages = tuple(replace(stage, recompute=rule) for stage, rule in zip(stages, rules, strict=True))
+    states = states_of(cut, options)
+    for stage, state in zip(stages, states, strict=True):
+        if state is not None and state.level and not captured.has_loss and stored is None:
+            raise UsageError(
+                f"stage {stage.index} has {state}, which divides what a step trains, but the example batch leads to no "
+                "loss: give parallelize one with which there is a loss"
+            )
+    num = len(cluster.devices)
+    stages = tuple(
+        replace(stage, recompute=rule, state=state.of_stage(stage.mesh.ranks, num) if state and state.level else None)
+        for stage, rule, state in zip(stages, rules, states, strict=True)
+    )
     if options.local_rows:
         summed = row_sums(captured, analysis, stages).values
         stages = tuple(replace(stage, summed=summed) for stage in stages)
@@ -114,10 +127,7 @@ def compile_traced(
     specs = tuple(StageSpec(index=s.index, ranks=s.mesh.ranks) for s in stages)
     sets = tuple(frozenset(stage.mesh.ranks) for stage in stages)
     order = schedule_order(options.schedule, len(stages), len(rows), sets, *_times(options.plan, len(stages)))
-    if options.state is not None:
-        groups = dict.fromkeys(spec.ranks for spec in sums_of_gradients(captured, stages, rows, cluster)[0])
-        options.state.check_shares(groups, len(cluster.devices))
-    reduces, bucket_parameters = sums_of_gradients(captured, stages, rows, cluster, options.state)
+    reduces, bucket_parameters = sums_of_gradients(captured, stages, rows, cluster)
     found = Compilation(
         traced=traced,
         cluster=cluster,
@@ -132,7 +142,6 @@ def compile_traced(
         report=report,
         warnings=tuple(_warnings(assignment, options, report, captured)),
         rank_specs=specs,
-        state=options.state,
         offloads_activations=options.offload_activations,
     )
     if stored is None:
@@ -157,7 +166,7 @@ def _units_of(compilation: Compilation) -> tuple[Unit, ...]:
                 local[rank] = compilation.local_parameters(rank)
             kinds = [local[rank][name] for name in names]
             shapes = tuple(kind.shape for kind in kinds)
-            on_host = compilation.state is not None and compilation.state.on_host
+            on_host = any(compilation.stages[stage].state_on_host for stage in spec.stages)
             found.append(Unit(spec=spec, names=names, shapes=shapes, dtype=kinds[0].dtype, on_host=on_host))
     return tuple(found)
 
@@ -241,6 +250,38 @@ def rules_of(cut: Partition, options: Options) -> tuple[Recompute, ...]:
             )
         given = options.recompute if isinstance(options.recompute, str) else options.recompute[index]
         found.append(told or asked or given)
+    return tuple(found)
+
+
+def states_of(cut: Partition, options: Options) -> tuple[StateSharding | None, ...]:
+    """How the ranks of each stage divide its state: as the plan says, an annotation of it, or the options.
+
+    Raises:
+        AnnotationError: annotations of a stage contradict each other.
+        PlanMismatchError: plan and annotation do.
+    """
+    planned = [stage.state for stage in options.plan.stages] if options.plan is not None else []
+    found: list[StateSharding | None] = []
+    for index, graph in enumerate(cut.stages):
+        scopes = [*([graph.cut.stage] if graph.cut.stage is not None else []), *graph.cut.outer]
+        scopes += [scope for path in dict.fromkeys(graph.scopes.values()) for scope in path]
+        asked = list(dict.fromkeys(scope.strategy.state for scope in scopes if scope.strategy.state is not None))
+        if len(asked) > 1:
+            raise AnnotationError(
+                f"annotations of stage {index} say {asked[0]} and {asked[1]}, but the state of a stage is divided in "
+                "one way; change one of them"
+            )
+        own = planned[index] if planned else None
+        told = None if own is None else own.sharding
+        if told is not None and asked and told != asked[0]:
+            raise PlanMismatchError(
+                f"the plan's stages.{index}.state is {told}, but an annotation asks for {asked[0]}; change one of them"
+            )
+        given = options.state[index] if isinstance(options.state, tuple) else options.state
+        state = told or (asked[0] if asked else given)
+        if given is not None and given.on_host:
+            state = replace(state or given, level=max(1, state.level if state else 0), on_host=True)
+        found.append(state)
     return tuple(found)
 
 

@@ -16,7 +16,7 @@ from whale.graph.capture import Captured
 from whale.graph.values import Value, needs_grad, value_name, value_tensor
 from whale.ir.cluster import Cluster
 from whale.ir.program import Edge, Gathers, ReduceSpec
-from whale.ir.state import StateSharding, stretches
+from whale.ir.state import Align, shares_of, stretches
 from whale.planner.cost.buckets import bucket_bytes
 from whale.planner.network.topology import Topology
 from whale.runtime.reduce import bucketize
@@ -86,23 +86,21 @@ class _Part(NamedTuple):
 
 
 def sums_of_gradients(
-    captured: Captured,
-    stages: Sequence[PlacedStage],
-    rows: Sequence[int],
-    cluster: Cluster,
-    state: StateSharding | None = None,
+    captured: Captured, stages: Sequence[PlacedStage], rows: Sequence[int], cluster: Cluster
 ) -> tuple[tuple[ReduceSpec, ...], tuple[tuple[str, ...], ...]]:
     """The gradient reductions: over replicas of a stage, and over stages that share a parameter.
 
     Args:
         captured: the model.
-        stages: all of it.
+        stages: all of it; what several share is divided if each of them divides its state.
         rows: of the batch in each micro-batch.
         cluster: whose links say how large buckets are.
-        state: how ranks divide the state of what they sum; None: all have all.
 
     Returns:
         the buckets in the order of their launches, and the names of the parameters in each.
+
+    Raises:
+        UsageError: shares of state are not as many as the ranks that sum a gradient, or as those of the stage.
     """
     readers: dict[str, list[tuple[PlacedStage, Value]]] = {}
     for stage in stages:
@@ -123,10 +121,10 @@ def sums_of_gradients(
         regions = [region for region, _ in ranks_of]
         for (region, _), ranks in ranks_of.items():
             together = tuple(sorted(set(ranks)))
-            if len(together) > 1 or (state is not None and state.on_host):
+            if len(together) > 1 or all(stage.state_on_host for stage, _ in entries):
                 # Ranks that sum equal gradients apart, as of a norm beside split matrices, divide them alike if their
                 # buckets have nothing else.
-                apart = state is not None and regions.count(region) > 1
+                apart = all(stage.state for stage, _ in entries) and regions.count(region) > 1
                 groups.setdefault((together, sharing, apart), []).append(_Part(name, region_shape(region), dtype))
     specs: list[ReduceSpec] = []
     names: list[tuple[str, ...]] = []
@@ -143,10 +141,9 @@ def sums_of_gradients(
         if key not in buckets:
             buckets[key] = _bucketized(parts, capacities[shape])
         divided = [dict[str, Any]() for _ in buckets[key]]
-        if state is not None:
-            own = [stage for stage in stages if stage.index in sharing]
-            shares = state.shares_of(together) if len(together) > 1 else (1.0,)
-            divided = _divided(parts, buckets[key], state, shares, own, len(rows))
+        own = [stage for stage in stages if stage.index in sharing]
+        if all(stage.state for stage in own):
+            divided = _divided(parts, buckets[key], together, own, len(rows))
         for bucket, options in zip(buckets[key], divided, strict=True):
             specs.append(ReduceSpec(index=len(specs), ranks=together, stages=sharing, **options))
             names.append(bucket)
@@ -156,25 +153,27 @@ def sums_of_gradients(
 def _divided(
     parts: Sequence[_Part],
     buckets: Sequence[Sequence[str]],
-    state: StateSharding,
-    shares: Sequence[float],
+    ranks: Sequence[int],
     stages: Sequence[PlacedStage],
     micro_batches: int,
 ) -> list[dict[str, Any]]:
-    """How ranks divide buckets, which they all sum.
+    """How ranks divide buckets of some stages, which they all sum.
 
     What stages share is gathered once in a step: one stage would wait for another that computes later. So is what is
     computed in a task in which a rank has nothing to do.
     """
     shape_of = {part.name: part.shape for part in parts}
-    owed = [0.0] * (len(shares) - 1)
+    states = {stage.mesh.ranks: stage.state for stage in stages if stage.state is not None}
+    shares = shares_of(ranks, states) if len(ranks) > 1 else (1.0,)
+    level, owed = min(state.level for state in states.values()), [0.0] * (len(shares) - 1)
+    align: Align = "parameter" if any(state.align == "parameter" for state in states.values()) else "row"
     alone = len(stages) == 1
-    gathers: Gathers = "task" if state.level == 3 and alone and not has_idle_ranks(stages[0], micro_batches) else "step"
+    gathers: Gathers = "task" if level == 3 and alone and not has_idle_ranks(stages[0], micro_batches) else "step"
     return [
         {
-            "bounds": stretches([shape_of[name] for name in bucket], shares, state.align, owed),
+            "bounds": stretches([shape_of[name] for name in bucket], shares, align, owed),
             "gathers": gathers,
-            "each": state.level > 1 and alone and micro_batches > 1,
+            "each": level > 1 and alone and micro_batches > 1,
         }
         for bucket in buckets
     ]

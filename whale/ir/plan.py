@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import ceil, isfinite, prod
 from os import PathLike
@@ -36,10 +36,11 @@ from whale.ir.module_pattern import ModulePattern
 from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
 from whale.ir.record import FileRecord, Record
 from whale.ir.schedule import SCHEDULES, check_devices
+from whale.ir.state import Align, StateSharding
 from whale.ir.strategy import Recompute, Role, Strategy, check_nesting, divides_batch, parse_strategy
 from whale.ir.workload import Prediction, Workload
 
-__all__ = ["ClusterIdentity", "ModelIdentity", "Plan", "PlanAxis", "PlanStage"]
+__all__ = ["ClusterIdentity", "ModelIdentity", "Plan", "PlanAxis", "PlanStage", "PlanState"]
 
 
 def _strategies(given: object) -> object:
@@ -92,7 +93,7 @@ Share = int | float
 Autocast = Literal["fp32", "bf16", "fp16"]
 """The precisions of ``parallelize``."""
 
-_LATER = frozenset(("precision", "recompute"))
+_LATER = frozenset(("precision", "recompute", "state"))
 """Fields that plans did not have at first: where they say nothing, a plan has the digest that it had without them."""
 
 
@@ -135,6 +136,39 @@ class PlanAxis(Record):
         return bool(self.shares) and all(isinstance(share, int) for share in self.shares)
 
 
+class PlanState(Record):
+    """How the replicas of a stage divide the state of its parameters.
+
+    Attributes:
+        level: as ``zero`` of ``parallelize``.
+        shares: of each rank of the stage, in the order of its ranks, or of each replica; by default equal.
+        align: as ``state_align`` of ``parallelize``.
+    """
+
+    level: Literal[0, 1, 2, 3]
+    shares: Annotated[tuple[Share, ...], Field(strict=False)] = ()
+    align: Align = "row"
+
+    @model_validator(mode="after")
+    def _check(self) -> PlanState:
+        try:
+            _ = self.sharding
+        except UsageError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @property
+    def sharding(self) -> StateSharding:
+        """The same for the compiler."""
+        return StateSharding(self.level, tuple(map(float, self.shares)), self.align)
+
+    @classmethod
+    def of(cls, state: StateSharding) -> PlanState:
+        """The form of *state* in a plan."""
+        shares = tuple(int(share) if share == int(share) else share for share in state.shares)
+        return cls(level=state.level, shares=shares, align=state.align)  # type: ignore[arg-type]
+
+
 class PlanStage(Record):
     """The devices of a stage: its ranks, row-major over its axes, from the outermost axis to the innermost.
 
@@ -142,17 +176,25 @@ class PlanStage(Record):
         ranks: of its devices.
         axes: of its mesh; None: the annotations decide them.
         recompute: what its backward computes again, as ``parallelize`` takes it; None: as that says.
+        state: how its replicas divide their state; None: as ``parallelize`` says.
     """
 
     ranks: Annotated[Ranks, Field(min_length=1)]
     axes: Annotated[tuple[PlanAxis, ...] | None, Field(strict=False)] = None
     recompute: Recompute | None = None
+    state: PlanState | None = None
 
     @model_validator(mode="after")
     def _check(self) -> PlanStage:
         if len(set(self.ranks)) < len(self.ranks):
             twice = next(rank for rank, count in Counter(self.ranks).items() if count > 1)
             raise ValueError(f"ranks: rank {twice} is listed twice")
+        num = len(self.state.shares) if self.state is not None else 0
+        replicas = len(self.ranks) if self.axes is None else prod(axis.size for axis in self.axes if axis.divides_batch)
+        if num not in (0, len(self.ranks), replicas) and not (self.axes is None and num < len(self.ranks)):
+            raise ValueError(
+                f"state.shares: there are {num}, but the stage has {len(self.ranks)} ranks and {replicas} replicas"
+            )
         if self.axes is None:
             return self
         size = prod(axis.size for axis in self.axes)
@@ -365,21 +407,41 @@ class Plan(FileRecord):
         schedule: str | None,
         precision: str | None = None,
         recompute: str | None = None,
+        zero: int | None = None,
+        state_shares: Sequence[float] | str | None = None,
+        state_align: str | None = None,
     ) -> None:
-        """Refuse arguments that contradict the plan. Where it leaves the precision or the rule of a stage open, any
-        does; and ``recompute="auto"`` is what it says, where it says something."""
+        """Refuse arguments that contradict the plan. Where it leaves the precision, or the rule or the state of a stage
+        open, any does; and ``"auto"`` is what it says, where it says something."""
         rules = [(f"stages.{index}.recompute", stage.recompute) for index, stage in enumerate(self.stages)]
         for name, given, field, planned in (
             ("micro_batches", micro_batches, "micro_batches", self.micro_batches),
             ("schedule", schedule, "schedule", self.schedule),
             ("precision", precision, "precision", self.precision),
             *(("recompute", None if recompute == "auto" else recompute, *rule) for rule in rules),
+            *self._states(zero, state_shares, state_align),
         ):
             if None not in (given, planned) and given != planned:
                 raise PlanMismatchError(
                     f"the plan's {field} is {planned!r}, but {name}={given!r} was given; leave the argument out, or "
                     "change the plan"
                 )
+
+    def _states(self, zero: Any, shares: Any, align: Any) -> Iterator[tuple[str, Any, str, Any]]:
+        """Arguments that say how state is divided, each with what the plan says of each stage."""
+        for index, stage in enumerate(self.stages):
+            if (state := stage.state) is None:
+                continue
+            own = shares
+            if shares == "auto":
+                own = None
+            elif shares is not None:
+                own = list(shares)
+                if len(own) == self.world_size:
+                    own = [own[rank] for rank in stage.ranks]
+            yield "zero", zero, f"stages.{index}.state.level", state.level
+            yield "state_shares", own, f"stages.{index}.state.shares", list(state.shares)
+            yield "state_align", align, f"stages.{index}.state.align", state.align
 
     def check_batch(self, rows: int | None) -> None:
         """Refuse an example batch of another number of rows."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from whale.errors import AnnotationError
+from whale.errors import AnnotationError, UsageError
+from whale.ir.state import Align, StateSharding
 
 __all__ = [
     "ATTENTIONS",
@@ -40,6 +41,7 @@ __all__ = [
     "region_of",
     "role_of_axis",
     "shards_operators",
+    "state_of",
 ]
 
 Kind = Literal["replicate", "split", "stage", "cluster"]
@@ -167,11 +169,13 @@ class Strategy:
             cheapest.
         devices: only for ``cluster``.
         recompute: only for ``stage``: what its backward computes again; None: as is said for the whole model.
+        state: only for ``stage`` and ``replicate``: how replicas divide the state of their stage; None: as is said for
+            the whole model.
 
     >>> print(Strategy(kind="split", degree=4), Strategy(kind="split", degree=2, dim=1), Strategy(kind="stage"))
     split(4) split(2, dim=1) stage()
-    >>> print(Strategy(kind="stage", degree=2, recompute="full"))
-    stage(2, recompute='full')
+    >>> print(Strategy(kind="stage", degree=2, recompute="full", state=StateSharding(3, (3, 1))))
+    stage(2, recompute='full', zero=3, state_shares=[3, 1])
     """
 
     kind: Kind
@@ -180,6 +184,7 @@ class Strategy:
     attention: Attention | None = None
     devices: DeviceSelection | None = None
     recompute: Recompute | None = None
+    state: StateSharding | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -220,6 +225,11 @@ class Strategy:
                 raise AnnotationError(
                     f"stage(recompute={self.recompute!r}): unknown rule; use {', '.join(map(repr, RECOMPUTES))}"
                 )
+        if self.state is not None and self.kind not in ("stage", "replicate"):
+            raise AnnotationError(
+                f"{self.kind}({self.state}): replicas divide the state of a stage; say it of stage(...) or "
+                "replicate(...), or in parallelize(zero=...) of the whole model"
+            )
 
     @property
     def divides_batch(self) -> bool:
@@ -259,15 +269,55 @@ class Strategy:
         given += [f"dim={self.dim}"] if self.dim is not None else []
         given += [f"attention={self.attention!r}"] if self.attention is not None else []
         given += [f"recompute={self.recompute!r}"] if self.recompute is not None else []
+        given += [str(self.state)] if self.state is not None else []
         return f"{self.kind}({', '.join(given)})"
 
 
-_WRITTEN = re.compile(
-    r"(?P<kind>replicate|split|stage)"
-    r"\((?P<degree>[1-9][0-9]{0,5})?((?(degree), )dim=(?P<dim>0|-?[1-9][0-9]?))?"
-    r"(, attention=(?P<mark>['\"]?)(?P<attention>[a-z]{1,20})(?P=mark))?"
-    r"((?(degree), )recompute=(?P<quote>['\"]?)(?P<recompute>[a-z]{1,20})(?P=quote))?\)"
-)
+_WRITTEN = re.compile(r"(?P<kind>replicate|split|stage)\((?P<arguments>[^()]*)\)")
+_WORD = r"(?P<quote>['\"]?)(?P<word>[a-z]{1,20})(?P=quote)"
+_ARGUMENTS = {
+    "degree": re.compile(r"(?P<number>[1-9][0-9]{0,5})"),
+    "dim": re.compile(r"dim=(?P<number>0|-?[1-9][0-9]?)"),
+    "attention": re.compile(rf"attention={_WORD}"),
+    "recompute": re.compile(rf"recompute={_WORD}"),
+    "zero": re.compile(r"zero=(?P<number>[0-9])"),
+    "state_shares": re.compile(r"state_shares=\[(?P<list>[0-9., ]+)\]"),
+    "state_align": re.compile(rf"state_align={_WORD}"),
+}
+"""How each argument is written, in the order in which they are."""
+_BETWEEN = re.compile(r", (?![^\[]*\])")
+
+
+def _argument(text: str) -> tuple[str, Any] | None:
+    """The name and value of a written argument; None if it is none."""
+    for name, pattern in _ARGUMENTS.items():
+        if found := pattern.fullmatch(text):
+            kind, given = next((kind, given) for kind, given in found.groupdict().items() if given and kind != "quote")
+            if kind == "list":
+                return name, tuple(map(_number, given.split(",")))
+            return name, int(given) if kind == "number" else given
+    return None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise AnnotationError(f"state_shares has {text.strip()!r}, which is no number") from None
+
+
+def state_of(zero: int | None, shares: Sequence[float] | None, align: Align | None) -> StateSharding | None:
+    """How state is divided, by the arguments of an annotation; None if it does not say it.
+
+    Raises:
+        AnnotationError: they contradict each other, or are not of these.
+    """
+    if zero is None and shares is None and align is None:
+        return None
+    try:
+        return StateSharding(zero or 0, tuple(shares or ()), align or "row")
+    except (UsageError, TypeError) as error:
+        raise AnnotationError(str(error)) from None
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -280,20 +330,21 @@ def parse_strategy(text: str) -> Strategy:
     True
     >>> parse_strategy("split(2, dim=1)") == Strategy(kind="split", degree=2, dim=1)
     True
+    >>> print(parse_strategy("stage(2, zero=1, state_shares=[3, 1])"))
+    stage(2, zero=1, state_shares=[3, 1])
     """
     found = _WRITTEN.fullmatch(text)
-    if found is None:
+    written = _BETWEEN.split(found["arguments"]) if found is not None and found["arguments"] else []
+    told = [argument for argument in map(_argument, written) if argument is not None]
+    places = [list(_ARGUMENTS).index(name) for name, _ in told]
+    if found is None or len(told) < len(written) or places != sorted(set(places)):
         raise AnnotationError(
             f"{text[:60]!r} is no strategy; write replicate(), split() or stage(), with or without a number, "
-            "split(2, dim=1), split(2, dim=1, attention='ring'), or stage(recompute='full')"
+            "split(2, dim=1), split(2, dim=1, attention='ring'), stage(recompute='full'), or replicate(zero=3)"
         )
-    return Strategy(
-        kind=found["kind"],  # type: ignore[arg-type]
-        degree=int(found["degree"]) if found["degree"] else None,
-        dim=int(found["dim"]) if found["dim"] else None,
-        attention=found["attention"],  # type: ignore[arg-type]
-        recompute=found["recompute"],  # type: ignore[arg-type]
-    )
+    given = dict(told)
+    state = state_of(*(given.pop(name, None) for name in ("zero", "state_shares", "state_align")))
+    return Strategy(kind=found["kind"], state=state, **given)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,7 +435,9 @@ def encode_scopes(path: ScopePath) -> str:
     for scope in path:
         devices = scope.strategy.devices
         chosen = None if devices is None else [devices.layout, devices.number, list(devices.ranks), devices.label]
-        more: list[object] = [scope.strategy.recompute, scope.strategy.attention]
+        state = scope.strategy.state
+        divided = None if state is None else [state.level, list(state.shares), state.align]
+        more: list[object] = [scope.strategy.recompute, scope.strategy.attention, divided]
         while more and more[-1] is None:
             more.pop()
         rows.append([scope.strategy.kind, scope.strategy.degree, scope.strategy.dim, chosen, scope.region, *more])
@@ -406,12 +459,19 @@ def decode_scopes(text: str) -> ScopePath:
                 devices = DeviceSelection(layout=layout, number=number, ranks=tuple(ranks), label=label)
             if not isinstance(region, str):
                 raise TypeError("a region is a string")
-            recompute, attention = (*more, None, None)[:2]
+            recompute, attention, divided = (*more, None, None, None)[:3]
+            state = None if divided is None else StateSharding(divided[0], tuple(divided[1]), divided[2])
             strategy = Strategy(
-                kind=kind, degree=degree, dim=dim, attention=attention, devices=devices, recompute=recompute
+                kind=kind,
+                degree=degree,
+                dim=dim,
+                attention=attention,
+                devices=devices,
+                recompute=recompute,
+                state=state,
             )
             path.append(Scope(strategy=strategy, region=region))
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, UsageError, RecursionError) as error:
         raise AnnotationError(f"not an encoded scope path: {text[:200]!r} ({error})") from error
     return tuple(path)
 

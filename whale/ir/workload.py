@@ -33,6 +33,8 @@ class StageWork(Record):
         communication: seconds of ``forward`` + ``backward`` that are collectives inside the stage: for the breakdown.
         kept_bytes: saved activations of a micro-batch from its forward to its backward.
         forward_peak_bytes, backward_peak_bytes: peak bytes of a task beyond the saved activations before it.
+        gathered: seconds from the beginning of the step before which the first forward cannot end, because it waits for
+            parameters that are gathered once a step; empty: it waits for none.
     """
 
     ranks: tuple[Rank, ...]
@@ -44,6 +46,7 @@ class StageWork(Record):
     kept_bytes: tuple[Bytes, ...]
     forward_peak_bytes: tuple[Bytes, ...] = ()
     backward_peak_bytes: tuple[Bytes, ...] = ()
+    gathered: tuple[Seconds, ...] = ()
 
 
 class Transfer(Record):

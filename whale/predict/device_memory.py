@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from whale.compile.communicators import DIRECTIONS, Communicator, communicators
@@ -24,6 +25,10 @@ from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import like_ranks
 
 __all__ = ["bytes_of_communicators", "device_memory", "memory_advice", "peak_memories"]
+
+OWNED_PARTS = 128
+"""Ranks that own state in stretches are alike if these differ by less than such a part of it, as rounding to rows makes
+them: the largest counts for all."""
 
 
 def peak_memories(
@@ -70,6 +75,7 @@ def _alike(compilation: Compilation) -> Iterable[list[int]]:
     buckets: dict[tuple[int, ...], list[int]] = {}
     for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True):
         buckets.setdefault(spec.ranks, []).append(len(names))
+    of_state = _owned(compilation)
     summed: dict[int, list[int]] = {rank: [] for rank in does}
     for ranks, sizes in buckets.items():
         for rank in ranks:
@@ -77,9 +83,21 @@ def _alike(compilation: Compilation) -> Iterable[list[int]]:
     # Buckets of replicas differ in index and not in size if their groups are equal.
     kinds: dict[Any, list[int]] = {}
     for rank in sorted(does):
-        key = (tuple(does[rank]), frozenset(moved[rank].items()), tuple(sorted(summed[rank])))
+        part = round(OWNED_PARTS * of_state[rank]) if rank in of_state else 0
+        key = (tuple(does[rank]), frozenset(moved[rank].items()), tuple(sorted(summed[rank])), part)
         kinds.setdefault(key, []).append(rank)
-    return kinds.values()
+    for members in kinds.values():  # the one that owns most of the state stands for them
+        yield sorted(members, key=lambda rank: -of_state.get(rank, 0.0))
+
+
+def _owned(compilation: Compilation) -> dict[int, float]:
+    """The part of the state that each rank owns, of what it would have otherwise, where ranks divide some."""
+    owned, whole = Counter[int](), Counter[int]()
+    for unit in compilation.units:
+        for rank, (first, last) in zip(unit.spec.ranks, pairwise(unit.spec.bounds), strict=True):
+            owned[rank] += (last - first) * unit.dtype.itemsize
+            whole[rank] += unit.spec.bounds[-1] * unit.dtype.itemsize
+    return {rank: owned[rank] / size for rank, size in whole.items() if size}
 
 
 def bytes_of_communicators(compilation: Compilation) -> dict[int, float]:
@@ -155,10 +173,11 @@ def memory_advice(compilation: Compilation, cluster: Cluster, rank: int, schedul
     rules = {stage.recompute for stage in compilation.stages if rank in stage.mesh.ranks}
     if rules != {"full"}:
         cures.append(f'recompute="{"full" if rules == {"selective"} else "selective"}"')
-    level = 0 if compilation.state is None else compilation.state.level
+    own = [stage.state.level if stage.state else 0 for stage in compilation.stages if rank in stage.mesh.ranks]
+    level = min(own, default=0)
     if level < 3 and any(rank in spec.ranks for spec in compilation.reduces):
         cures.append(f"zero={3 if level else 1}")
-    if compilation.state is None or not compilation.state.on_host:
+    if not any(stage.state_on_host for stage in compilation.stages):
         cures.append('offload="state"')
     rows = compilation.rows[0]
     if rows > 1:

@@ -129,7 +129,7 @@ def _fingerprint(
         for edge in compilation.edges
         if own & {edge.source_stage, edge.target_stage}
     )
-    on_host = compilation.state is not None and compilation.state.on_host
+    on_host = any(stage.state_on_host for stage in compilation.stages)
     buckets = tuple(
         (
             known.number("bucket", spec.index),

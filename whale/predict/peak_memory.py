@@ -395,14 +395,16 @@ class _Trial:
     def hold_gradients(self) -> None:
         """Create the gradients that exist when a micro-batch begins which is not the first: of what ranks divide, their
         sums if these are made in every micro-batch."""
-        summed = [p for held in self.units if held.unit.spec.each for p in held.parameters.values()]
+        for total in self._reducer.resume() if self._reducer is not None else ():
+            self.live.mark(total, "gradients")
         slots = [slot for held in self.units if not held.unit.spec.each for slot in held.slots.values()]
-        holders: list[Any] = [p for p in self.parameters.values() if p.requires_grad] + summed
+        holders: list[Any] = [p for p in self.parameters.values() if p.requires_grad]
         for holder in holders + slots * self.several:
             holder.grad = torch.empty(holder.shape, dtype=holder.dtype, device=self.place)
             self.live.mark(holder.grad, "gradients")
         for held in [held for held in self.units if held.unit.spec.each][-2:]:  # sums in flight
-            size = held.bounds[-1] + held.own.numel()
+            received = len(held.bounds) - 1 if self.device == "cpu" else 1
+            size = held.bounds[-1] + received * held.own.numel()
             self.in_flight.append(torch.empty(size, dtype=held.unit.dtype, device=self.place))
             self.live.mark(self.in_flight[-1], "sums")
 
@@ -441,6 +443,7 @@ class _Trial:
     def _run(self, program: Program, data: RankStep, begin: Callable[[], None]) -> None:
         self.noting = _Noting(program)
         self.noting.live, self.noting.called, self.noting.begin = self.live, [], begin
+        self.noting.in_flight = self.in_flight
         alone = _AloneOnProcessors if self.device == "cpu" else DryGroup
         step = assemble(
             data,
@@ -559,6 +562,7 @@ class _Noting(tuple[Any, ...]):
     live: _Living
     called: list[CollectiveCall]
     begin: Callable[[], None]
+    in_flight: list[Tensor]
 
     def __iter__(self) -> Iterator[Any]:
         self.begin()
@@ -566,6 +570,8 @@ class _Noting(tuple[Any, ...]):
         self.calls: dict[tuple[str, int], list[CollectiveCall]] = {}
         for instruction in super().__iter__():
             before = self.live.now
+            if isinstance(instruction, Compute) and instruction.kind not in "FI":
+                self.in_flight.clear()  # a backward first waits for them
             self.called.clear()
             self.live.begin_task()
             yield instruction

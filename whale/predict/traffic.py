@@ -1,5 +1,5 @@
-"""Messages of a rank in a step, in bytes: collectives inside its stages, p2p transfers to other stages, and gradient
-reductions.
+"""Messages of a rank in a step, in bytes: collectives inside its stages, p2p transfers to other stages, gradient
+reductions, and gathers of parameters.
 
 They are read off the compiled step, without data or other ranks: the calls that the static check proves and the
 executor makes. The agreement before a step (some numbers of the batch, and the loss) is not included. It knows no
@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from whale.compile.compilation import Compilation
+from whale.compile.rank_step import rank_step
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Send, box_size
 from whale.runtime.random import RNGPosition
@@ -23,7 +24,7 @@ from whale.strategies.dry_run import dry_run
 
 __all__ = ["Message", "bucket_bytes", "call_bytes", "traffic"]
 
-Purpose = Literal["forward", "backward", "gradients"]
+Purpose = Literal["forward", "backward", "gradients", "parameters"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Message:
     """Equal messages of a rank in a step.
 
     Attributes:
-        purpose: their pass, or the gradient reduction after it.
+        purpose: their pass, the sums of gradients, or the gathers of parameters that ranks own in stretches.
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
         ranks: the members; for a send, this rank and the receiver.
         tensor_bytes: the whole tensor, as in `whale.planner.network.communication`: the input of an all-reduce,
@@ -79,13 +80,38 @@ def traffic(compilation: Compilation, rank: int, clock: RNGPosition | None = Non
         if isinstance(step, Send):
             size = box_size(step.box) * _element_bytes(compilation.edges[step.edge].dtype)
             found[step.direction, "send", (rank, step.peer), size] += 1
+    gathers = _gathers(compilation, rank, clock)
     for spec, size in zip(compilation.reduces, bucket_bytes(compilation), strict=True):
         if rank in spec.ranks:
-            found["gradients", "all_reduce", spec.ranks, size] += 1
+            op = "reduce_scatter" if spec.bounds else "all_reduce"
+            found["gradients", op, spec.ranks, size] += len(compilation.rows) if spec.each else 1
+            gathers[spec.index] += spec in compilation.gathers
+            if gathers[spec.index]:
+                found["parameters", "all_gather", spec.ranks, size] += gathers[spec.index]
     return tuple(
         Message(purpose=purpose, op=op, ranks=ranks, tensor_bytes=size, count=count)
         for (purpose, op, ranks, size), count in found.items()
     )
+
+
+def _gathers(compilation: Compilation, rank: int, clock: RNGPosition | None) -> Counter[int]:
+    """How often a rank gathers each bucket in a step, for the tasks that read it."""
+    found = Counter[int]()
+    units = tuple(unit for unit in compilation.units if rank in unit.spec.ranks and unit.spec.gathers == "task")
+    if not units:
+        return found
+    data = rank_step(compilation, rank, compilation.program(rank), clock, device=torch.device("cpu"))
+    for stage in data.stages:
+        for program in stage.programs:
+            derivative = program.derivative
+            assert derivative is not None
+            split = derivative.split
+            backward = [derivative.backward] if split is None else [split.inputs, split.weights]
+            for code in (derivative.forward, *(graph.code for graph in backward)):
+                for node in code.graph.nodes:
+                    if node.op == "call_method" and node.target == "start":
+                        found[int(node.args[0].name.removeprefix("unit_").split("_")[0])] += 1
+    return found
 
 
 def bucket_bytes(compilation: Compilation) -> list[int]:

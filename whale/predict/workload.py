@@ -8,10 +8,11 @@ simulator's input.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from whale.compile.compilation import Compilation
 from whale.ir.profile import Interference
 from whale.ir.program import ReduceSpec, box_size
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
+from whale.planner.cost.sharded import ShardedUnit, arrival_seconds, scattered_by, sharded_seconds
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
 from whale.planner.network.communication import CommunicationCost, send
 from whale.planner.network.curves import moving_seconds
@@ -43,14 +45,15 @@ def workload_of(
     moving = _moving(costs, boundaries)
     works, measured, update = [], True, [0.0] * len(costs.cluster.devices)
     backwards: dict[tuple[int, int], Backward] = {}
+    divided = _Divided.of(compilation, costs)
     for stage, own in zip(compilation.stages, layers, strict=True):
         spent = _spent(costs, own)
         work, backward = _stage_work(costs, stage, spent, held, moving)
-        works.append(work)
+        works.append(divided.with_gathers(work, stage.index, own))
         backwards |= {(stage.index, rank): one for rank, one in backward.items()}
         measured = measured and all(one.measured for one in spent.values())
         for rank, one in spent.items():
-            update[rank] += one.update
+            update[rank] += one.update * divided.owned(stage.index, rank)
     ranks = tuple(sorted(held))
     agreed = costs.collective("all_reduce", ranks, AGREED_BYTES) if len(ranks) > 1 else 0.0
     types = {device.type for device in costs.cluster.devices}
@@ -282,19 +285,28 @@ def _reductions(
     layers: Sequence[StageLayers],
     backwards: Mapping[tuple[int, int], Backward],
 ) -> tuple[Reduction, ...]:
-    """The buckets of gradients, in the order in which they are launched."""
+    """The buckets of gradients that are summed once a step, in the order in which they are launched; of those that are
+    summed in each backward the last sum, which nothing hides in the last one."""
     found = []
+    each = [spec for spec in compilation.reduces if spec.each]
+    last = {(spec.ranks, spec.stages): spec.index for spec in each}
     for spec, size, ready in zip(
         compilation.reduces, bucket_bytes(compilation), _ready(compilation, costs, layers), strict=True
     ):
-        cost = costs.collective_cost("all_reduce", spec.ranks, size, _num_alike(compilation, spec))
+        if spec.each and last[spec.ranks, spec.stages] != spec.index:
+            continue
+        num_alike = _num_alike(compilation, spec)
+        cost = costs.collective_cost("all_reduce", spec.ranks, size, num_alike)
+        seconds = cost.seconds
+        if spec.bounds:
+            seconds = costs.collective(_scattered_by(costs, spec), spec.ranks, size, num_alike)
         found.append(
             Reduction(
                 ranks=spec.ranks,
                 stages=spec.stages,
                 bytes=size,
-                seconds=cost.seconds,
-                ready=ready,
+                seconds=seconds,
+                ready=1.0 if spec.each else ready,
                 slowdown=_slowdowns(costs, spec, cost.beside, backwards),
                 stretch=cost.beside.stretch if cost.beside is not None else 0.0,
             )
@@ -354,6 +366,151 @@ def _backwards_before(costs: Costs, stage: StageLayers, rank: int) -> dict[int, 
         found[layer] = (done / total, spent[layer] / total) if total else (1.0, 0.0)
         done += spent[layer]
     return found
+
+
+def _scattered_by(costs: Costs, spec: ReduceSpec) -> str:
+    return scattered_by(costs.cluster.devices[rank].type for rank in spec.ranks)
+
+
+class _Bucket(NamedTuple):
+    """A bucket of which ranks own stretches, with its names and bytes, and seconds to gather it and to sum it."""
+
+    spec: ReduceSpec
+    names: Sequence[str]
+    bytes: int
+    gather: float
+    reduce: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Divided:
+    """Exchanges for the stretches that ranks own, besides sums once a step.
+
+    Attributes:
+        buckets: in the order in which backwards end.
+        gathers: of them those that are gathered once a step, in that order.
+        whole: bytes of trained parameters of each stage on each rank, and those among them that it owns.
+    """
+
+    costs: Costs
+    buckets: Sequence[_Bucket]
+    gathers: Sequence[int]
+    whole: Mapping[tuple[int, int], tuple[float, float]]
+
+    @classmethod
+    def of(cls, compilation: Compilation, costs: Costs) -> _Divided:
+        """The exchanges of a compilation."""
+        buckets = []
+        whole: dict[tuple[int, int], tuple[float, float]] = {}
+        triples = zip(compilation.reduces, compilation.bucket_parameters, bucket_bytes(compilation), strict=True)
+        for spec, names, size in triples:
+            own = dict.fromkeys(spec.ranks, 1.0)
+            if spec.bounds:
+                num_alike = _num_alike(compilation, spec)
+                gather = costs.collective("all_gather", spec.ranks, size, num_alike)
+                reduce = costs.collective(_scattered_by(costs, spec), spec.ranks, size, num_alike)
+                buckets.append(_Bucket(spec, names, size, gather, reduce if spec.each else 0.0))
+                stretches = zip(spec.ranks, pairwise(spec.bounds), strict=True)
+                own = {rank: (last - first) / max(1, spec.bounds[-1]) for rank, (first, last) in stretches}
+            for rank, share in own.items():
+                before = whole.get((spec.stages[0], rank), (0.0, 0.0))
+                whole[spec.stages[0], rank] = before[0] + size, before[1] + size * share
+        gathers = [spec.index for spec in compilation.gathers]
+        return cls(costs=costs, buckets=buckets, gathers=gathers, whole=whole)
+
+    def owned(self, stage: int, rank: int) -> float:
+        """The part of a stage's trained parameters that a rank updates."""
+        whole, own = self.whole.get((stage, rank), (0.0, 0.0))
+        return own / whole if whole else 1.0
+
+    def with_gathers(self, work: StageWork, stage: int, layers: StageLayers) -> StageWork:
+        """A stage's work with the collectives of its tasks and with what its first forward waits for."""
+        own = [bucket for bucket in self.buckets if stage in bucket.spec.stages]
+        if not own:
+            return work
+        slowdown = overlap_slowdown({self.costs.cluster.devices[rank].type for rank in work.ranks})
+        lists: dict[str, list[float]] = {"forward": [], "backward": [], "communication": [], "gathered": []}
+        known: dict[Any, tuple[float, ...]] = {}
+        for place, rank in enumerate(work.ranks):
+            on_rank = [bucket for bucket in own if rank in bucket.spec.ranks]
+            key = (
+                tuple((bucket.bytes, bucket.gather, bucket.reduce, bucket.spec.gathers) for bucket in on_rank),
+                sum(bucket.gather for bucket in self._before(stage, rank)),
+                layers.parts[rank],
+                work.forward[place],
+                work.backward[place],
+            )
+            if key not in known:
+                known[key] = self._on(
+                    rank, on_rank, key[1], layers, work.forward[place], work.backward[place], slowdown
+                )
+            forward, backward, gathered = known[key]
+            added = forward - work.forward[place] + backward - work.backward[place]
+            lists["forward"].append(forward)
+            lists["backward"].append(backward)
+            lists["communication"].append((work.communication[place] if work.communication else 0.0) + added)
+            lists["gathered"].append(gathered)
+        if not any(lists["gathered"]):
+            lists["gathered"] = []
+        return work.model_copy(update={name: tuple(values) for name, values in lists.items()})
+
+    def _before(self, stage: int, rank: int) -> Iterator[_Bucket]:
+        """The gathers of a step that a rank starts before those of a stage."""
+        of_index = {bucket.spec.index: bucket for bucket in self.buckets}
+        for index in self.gathers:
+            bucket = of_index[index]
+            if stage in bucket.spec.stages:
+                return
+            if rank in bucket.spec.ranks:
+                yield bucket
+
+    def _on(
+        self,
+        rank: int,
+        buckets: Sequence[_Bucket],
+        before: float,
+        layers: StageLayers,
+        forward: float,
+        backward: float,
+        slowdown: float,
+    ) -> tuple[float, float, float]:
+        """Seconds of a forward and a backward on a rank, and from the beginning of the step before which the first
+        forward cannot end."""
+        parts = self._parts(rank, buckets, layers)
+        once = [
+            ShardedUnit(share[0] * forward, 0.0, bucket.gather if bucket.spec.gathers == "step" else 0.0, 0.0)
+            for bucket, share in zip(reversed(buckets), reversed(parts), strict=True)
+        ]
+        tasks = [
+            ShardedUnit(
+                share[0] * forward,
+                share[1] * backward,
+                bucket.gather if bucket.spec.gathers == "task" else 0.0,
+                bucket.reduce,
+            )
+            for bucket, share in zip(reversed(buckets), reversed(parts), strict=True)
+        ]
+        gathered = arrival_seconds(once, slowdown=slowdown, before=before) if any(one.gather for one in once) else 0.0
+        if any(one.gather or one.reduce for one in tasks):
+            forward, backward = sharded_seconds(tasks, regather=True, slowdown=slowdown, keeps_last=False, tail=False)
+        return forward, backward, gathered
+
+    def _parts(self, rank: int, buckets: Sequence[_Bucket], layers: StageLayers) -> list[tuple[float, float]]:
+        """The parts of a stage's forward and backward that read each bucket: of each layer as much as of its bytes, and
+        of layers with none in proportion."""
+        layer_of = _layers_of(self.costs.profile.paths)
+        num = [Counter(layer_of(name) for name in bucket.names) for bucket in buckets]
+        all_of = sum(num, Counter[int]())
+        found = [[0.0, 0.0] for _ in buckets]
+        for layer, part in zip(layers.layers, layers.parts[rank], strict=True):
+            spent = self.costs.layer(self.costs.profile.layers[layer], rank, part)
+            for own, counted in zip(found, num, strict=True):
+                if counted[layer]:
+                    own[0] += spent.forward * counted[layer] / all_of[layer]
+                    own[1] += spent.backward * counted[layer] / all_of[layer]
+        sums = [sum(own[way] for own in found) for way in (0, 1)]
+        even = 1 / len(buckets) if buckets else 0.0
+        return [(own[0] / sums[0] if sums[0] else even, own[1] / sums[1] if sums[1] else even) for own in found]
 
 
 def _num_alike(compilation: Compilation, spec: ReduceSpec) -> int:

@@ -132,6 +132,16 @@ class Reducer:
                         if self._failures.rank != min(bucket.ranks):
                             parameter.grad = None
 
+    def resume(self) -> list[Tensor]:
+        """Make the sums that a step has had of earlier micro-batches, without values: for a dry run of a later one."""
+        made = []
+        for pending in self._pending:
+            unit = pending.bucket.unit
+            if pending.bucket.each and unit is not None and not unit.unit.on_host:
+                pending.own = torch.empty_like(unit.own)
+                made.append(pending.own)
+        return made
+
     def arm(self, stage: int, last: bool = True) -> None:
         """Announce the stage's next backward: in its *last* one gradients are final unless another stage adds to
         them."""
