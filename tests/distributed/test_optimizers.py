@@ -274,7 +274,7 @@ def clip_each(world: World, kind: str) -> tuple[float, str]:
 def test_clipping_each_parameter_is_exact_where_ranks_have_the_same(ranks: Two, kind: str) -> None:
     for error, refused in ranks.run(clip_each, kind):
         if kind == "stages":
-            assert "and another parameter on another rank, as stages have others" in refused
+            assert "and another parameter on another rank, where ranks have others" in refused
         else:
             assert refused == ""
             assert error < 1e-12

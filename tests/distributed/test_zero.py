@@ -317,7 +317,87 @@ def habits(world: World | None, zero: int, **options: Any) -> dict[str, float]:
         for parameter in m.parameters():
             parameter.data = parameter.data * 0.5
     found["given other memory"] = (resumed.eval_step(**batch) - reference(**batch)).abs().item()
+    for m in (resumed, reference):
+        before = [parameter.data for parameter in m.parameters()]
+        for parameter in m.parameters():
+            parameter.data = torch.zeros_like(parameter)
+        if m is resumed:
+            m.eval_step(**batch)
+        for parameter, data in zip(m.parameters(), before, strict=True):
+            parameter.data = data
+    found["taken back"] = (resumed.eval_step(**batch) - reference(**batch)).abs().item()
+    flat = torch.cat([parameter.detach().flatten() for parameter in resumed.parameters()])
+    nn.utils.vector_to_parameters(flat, resumed.parameters())
+    resumed.eval_step(**batch)
+    flat.mul_(0.5)  # of which parameters are views
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.5)
+    found["in memory of the script"] = (resumed.eval_step(**batch) - reference(**batch)).abs().item()
     return found
+
+
+def exchanged(world: World, zero: int) -> float:
+    """The error after two parameters of one rank have exchanged their memory."""
+    made = parallel(zero, state_shares=[1, 0])
+    reference = decoder(layers=2)
+    made.train_step(**tokens())
+    for m in (made, reference):
+        own = dict(m.named_parameters())
+        pairs = [n for n in own if n.startswith("layers.0.")]
+        for name in pairs:
+            one, other = own[name], own.get(name.replace("layers.0.", "layers.1."))
+            if other is not None:
+                one.data, other.data = other.data, one.data
+    made.eval_step(**tokens())
+    return apart(made, reference)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_parameters_exchange_their_memory(worlds: Worlds, zero: int) -> None:
+    assert max(worlds.run(2, exchanged, zero)) == 0
+
+
+def adafactor(world: World) -> list[float]:
+    """Losses with an optimizer whose states have other shapes than parameters, with a reload in the middle, without
+    that, and of the local model."""
+    losses = []
+    for kind in ("reloaded", "plain", "local"):
+        local = decoder(layers=2)
+        model: Any = local if kind == "local" else parallel(1, local, state_align="parameter")
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+        for number in range(4):
+            optimizer.zero_grad()
+            if model is local:
+                loss = model(**tokens())
+                loss.backward()
+            else:
+                loss = model.train_step(**tokens())
+            optimizer.step()
+            if kind == "reloaded" and number == 1:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        losses.append(loss.item())
+    return losses
+
+
+def test_states_of_whole_parameters_are_loaded(worlds: Worlds) -> None:
+    for reloaded, plain, expected in worlds.run(2, adafactor):
+        assert reloaded == plain
+        assert plain == pytest.approx(expected, abs=1e-8)
+
+
+def one_gradient(world: World) -> str:
+    made = parallel(0)
+    one, other = [p for p in made.parameters() if p.shape == (16,)][:2]
+    one.grad = other.grad = torch.zeros_like(one)
+    with pytest.raises(UsageError) as refused:
+        made.train_step(**tokens())
+    return str(refused.value)
+
+
+def test_one_tensor_as_the_gradient_of_two_parameters_is_refused(worlds: Worlds) -> None:
+    for refused in worlds.run(2, one_gradient):
+        assert "have one tensor as .grad" in refused
 
 
 @pytest.mark.parametrize("zero", [1, 3])

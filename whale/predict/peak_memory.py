@@ -400,8 +400,11 @@ class _Trial:
         slots = [slot for held in self.units if not held.unit.spec.each for slot in held.slots.values()]
         holders: list[Any] = [p for p in self.parameters.values() if p.requires_grad]
         for holder in holders + slots * self.several:
-            holder.grad = torch.empty(holder.shape, dtype=holder.dtype, device=self.place)
-            self.live.mark(holder.grad, "gradients")
+            place = None if self._reducer is None else self._reducer.place(holder)
+            if place is None:
+                place = torch.empty(holder.shape, dtype=holder.dtype, device=self.place)
+            holder.grad = place
+            self.live.mark(place, "gradients")
         for held in [held for held in self.units if held.unit.spec.each][-2:]:  # sums in flight
             received = len(held.bounds) - 1 if self.device == "cpu" else 1
             size = held.bounds[-1] + received * held.own.numel()

@@ -25,6 +25,7 @@ def attend_checkpoints() -> None:
     for name, around in (
         ("_maybe_full_or_cpu_state_dict", _refusing_parts),
         ("_unflatten_optim_state_dict", _without_empty_groups),
+        ("_split_optim_state_dict", _with_own_groups),
     ):
         if hasattr(torch_states, name):
             setattr(torch_states, name, around(getattr(torch_states, name)))
@@ -61,3 +62,21 @@ def _without_empty_groups(unflatten: Callable[..., States]) -> Callable[..., Sta
         return {**found, "param_groups": [next(filled) if group["params"] else group for group in groups]}
 
     return without_empty_groups
+
+
+def _with_own_groups(split: Callable[..., States]) -> Callable[..., States]:
+    """The function that finds the states of an optimizer's groups in a state dict. A distributed checkpoint has the
+    groups of one rank, where names do not say whose they are."""
+
+    @functools.wraps(split)
+    def with_own_groups(model: Any, optim: Optimizer, *args: Any, **kwargs: Any) -> States:
+        found = split(model, optim, *args, **kwargs)
+        for own, group in zip(optim.param_groups, found.get("param_groups", ()), strict=False):
+            if own["params"] and (missing := sorted(own.keys() - group.keys())):
+                raise UsageError(
+                    f"the optimizer's state has no {missing[0]!r} for parameters that this rank has, and another rank "
+                    "has not: save and load it with StateDictOptions(flatten_optimizer_state_dict=True)"
+                )
+        return found
+
+    return with_own_groups

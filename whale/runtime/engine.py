@@ -262,6 +262,7 @@ class Engine:
             self._refuse_shape()
         if train:
             _check_values(batch)
+            self._check_gradients()
         whole = batch
         what = f"{_in_words(train, returns, scale)}{f' with {changes}' if changes.key else ''}"
         what += "".join(f" after {text}{f', {n} times' if n > 1 else ''}" for text, n in self.done.items())
@@ -339,6 +340,22 @@ class Engine:
                 kind = kind._replace(batch=signature(batch))
             self.steps.add(kind, step, is_made=step.is_made)
         return step
+
+    def _check_gradients(self) -> None:
+        """Refuse gradients that are one tensor: the sums of each over ranks would be written to the other's.
+
+        Raises:
+            UsageError: names the parameters.
+        """
+        if self.world.size == 1:
+            return
+        seen: dict[int, str] = {}
+        for name, tensor in self.tensors.items():
+            if tensor.grad is not None and (first := seen.setdefault(id(tensor.grad), name)) != name:
+                raise UsageError(
+                    f"{first} and {name} have one tensor as .grad, and their gradients cannot be summed over ranks "
+                    "apart: give each its own"
+                )
 
     def _refuse_shape(self) -> NoReturn:
         named = zip(self.tensors.items(), self._shapes, strict=True)

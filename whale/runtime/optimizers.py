@@ -229,12 +229,13 @@ def _take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         taken = {}
         for key, value in states.get(number, {}).items():
             own = shard.parts[engine.world.rank]
-            if isinstance(value, Tensor) and value.dim():
+            is_whole = own == shard.whole and not isinstance(value, ShardTensor)  # states may have other shapes
+            if isinstance(value, Tensor) and value.dim() and not is_whole:
                 if tuple(value.shape) != shard.shape or getattr(value, "intervals", own) != own:
                     raise UsageError(
-                        f"{key} of {name} is {value!r:.80}, which is neither whole, of shape {shard.shape}, nor this "
-                        "rank's part: load what optimizer.state_dict() gave on this rank, or use "
-                        "torch.distributed.checkpoint, which reshards"
+                        f"{key} of {name} has shape {tuple(value.shape)}, which is neither whole, of shape "
+                        f"{shard.shape}, nor this rank's part: load what optimizer.state_dict() gave on this rank, or "
+                        "use torch.distributed.checkpoint, which reshards"
                     )
                 value = value.local if isinstance(value, ShardTensor) else part(value, own)
             taken[key] = value
@@ -440,7 +441,7 @@ def _of_all_ranks(
     if len(kinds) > 1:
         raise UsageError(
             f"clip_grad_norm_ was given {names[0] if is_single else f'{len(names)} gradients'} on rank {world.rank}, "
-            "and another parameter on another rank, as stages have others: clip all of them with "
+            "and another parameter on another rank, where ranks have others: clip all of them with "
             "model.clip_grad_norm_(max_norm), those of a module, or each by its norm in full_gradients()"
         )
     return next((one for one, own_number in _engines.items() if own_number in given), None), names

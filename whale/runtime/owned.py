@@ -118,7 +118,8 @@ class Scattered(NamedTuple):
 
 
 class HeldUnit:
-    """A unit on one rank. The owned parameters become views of its stretch.
+    """A unit on one rank. The owned parameters become views of its stretch, until a script gives one other memory: then
+    parameters stay where they are, as what else has that memory must, and the stretch has their values in each step.
 
     Args:
         unit: which.
@@ -144,29 +145,23 @@ class HeldUnit:
         self.failures, self.device = failures, device
         self.bounds = unit.spec.bounds
         self.position = unit.spec.ranks.index(rank)
-        first, last = self.bounds[self.position : self.position + 2]
         self.keeps_whole = unit.spec.gathers == "step"
-        self._whole = self._empty(self.bounds[-1]) if self.keeps_whole else None
-        if unit.on_host:
-            self.own = self._on_host(last - first)
-        else:
-            self.own = self._empty(last - first) if self._whole is None else self._whole[first:last]
+        self._whole: Tensor | None = None
+        self._parameters: tuple[Tensor, ...] = ()
+        self._is_apart = False
         self.owned: dict[str, tuple[Tensor, Tensor]] = {}
         """Each parameter that the rank owns, and the elements of its stretch that are this parameter's."""
-        rows = unit.rows(self.position)
-        for name, shape, start, stop in unit.places():
-            if start < stop and name in rows:
-                begin, end = max(start, first) - first, min(stop, last) - first
-                elements = self.own[begin:end]
-                elements = elements.view(-1, *shape[1:]) if shape else elements.view(shape)
-                tensor = tensors.get(name)
-                self.owned[name] = nn.Parameter(elements) if tensor is None else tensor, elements
-        self.take_own()
+        self._make()
+        for name, elements in self._elements():
+            tensor = tensors.get(name)
+            self.owned[name] = nn.Parameter(elements) if tensor is None else tensor, elements
+            if tensor is not None:
+                with torch.no_grad():
+                    tensor.data = elements.copy_(tensor)
         self.slots = {
             name: GradientSlot(shape, unit.dtype, device) for name, shape in zip(unit.names, unit.shapes, strict=True)
         }
         self._arriving: _Arriving | None = None
-        self._parameters = () if self._whole is None else self._views(self._whole)
 
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.unit.dtype, device=self.device)
@@ -179,12 +174,61 @@ class HeldUnit:
         """Owned parameters, by name."""
         return {name: tensor for name, (tensor, _) in self.owned.items()}
 
+    def _make(self) -> None:
+        """Make a stretch."""
+        first, last = self.bounds[self.position : self.position + 2]
+        if self.unit.on_host:
+            own = self._on_host(last - first)
+        else:
+            own = self._empty(self.bounds[-1])[first:last] if self.keeps_whole else self._empty(last - first)
+        self._use(own)
+
+    def _use(self, own: Tensor) -> None:
+        """Let this be the stretch; where the whole is kept on its device it is a part of that."""
+        self.own = own
+        if self.keeps_whole and (self._whole is None or not self.unit.on_host):
+            whole = self._empty(self.bounds[-1]) if self.unit.on_host else own.as_strided((self.bounds[-1],), (1,), 0)
+            self._whole, self._parameters = whole, self._views(whole)
+        self.owned = {name: (self.owned[name][0], x) for name, x in self._elements() if name in self.owned}
+
+    def _elements(self) -> Iterator[tuple[str, Tensor]]:
+        """The elements of the stretch that are those of each parameter of which the rank owns some."""
+        first, last = self.bounds[self.position : self.position + 2]
+        rows = self.unit.rows(self.position)
+        for name, shape, start, stop in self.unit.places():
+            if start < stop and name in rows:
+                elements = self.own[max(start, first) - first : min(stop, last) - first]
+                yield name, elements.view(-1, *shape[1:]) if shape else elements.view(shape)
+
     def take_own(self) -> None:
-        """Make the owned parameters parts of the stretch, again where a script gave one other memory."""
+        """Take the values of owned parameters to which a script gave other memory. Of theirs nothing is changed, for a
+        script may have it under other names; and the stretch that they were parts of is left to those who have it."""
+        if all(_place(tensor) == _place(elements) for tensor, elements in self.owned.values()):
+            return
+        if (stretch := self._found_stretch()) is not None:
+            self._is_apart = False
+            self._use(stretch)
+            return
+        if not self._is_apart:
+            self._is_apart = True
+            self._make()
         with torch.no_grad():
             for tensor, elements in self.owned.values():
-                if _place(tensor) != _place(elements):
-                    tensor.data = elements.copy_(tensor)
+                elements.copy_(tensor)
+
+    def _found_stretch(self) -> Tensor | None:
+        """The memory of owned parameters if it is such a stretch, as after a script has given theirs back."""
+        tensor, _ = next(iter(self.owned.values()))
+        storage, own = tensor.untyped_storage(), self.own.untyped_storage()
+        if storage.nbytes() != own.nbytes() or storage.device != own.device:
+            return None
+        for tensor, elements in self.owned.values():
+            if tensor.untyped_storage()._cdata != storage._cdata or tensor.stride() != elements.stride():
+                return None
+            if tensor.storage_offset() != elements.storage_offset():
+                return None
+        empty = torch.empty(0, dtype=self.unit.dtype, device=storage.device)
+        return empty.set_(storage, self.own.storage_offset(), (len(self.own),), (1,))
 
     def _views(self, whole: Tensor) -> tuple[Tensor, ...]:
         return tuple(whole[start:stop].view(shape) for _, shape, start, stop in self.unit.places())
