@@ -100,7 +100,9 @@ def _write(gradient: fx.Node) -> tuple[fx.Node, Any, tuple[int, ...], tuple[int,
         if maker.target is laid_out:
             source, strides = maker.args
             like = source.meta.get("val")  # type: ignore[union-attr]
-            if maker is gradient and isinstance(like, Tensor) and _is_contiguous(tuple(like.shape), strides):  # type: ignore[arg-type]
+            if maker is not gradient or not isinstance(like, Tensor) or like.layout is not torch.strided:
+                return None
+            if _is_contiguous(tuple(like.shape), strides):  # type: ignore[arg-type]
                 return maker, aten.copy_.default, tuple(like.shape), strides  # type: ignore[return-value]
             return None
         if not isinstance(value, Tensor) or value.layout is not torch.strided:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -299,13 +300,21 @@ def _threaded_collectives() -> Iterator[None]:
         with torch.no_grad():
             group.meet(x, finish)
 
-    def all_to_all(received: Tensor, sent: Tensor, taken: list[int], given: list[int], group: Any = None) -> None:
+    def all_to_all(
+        received: Tensor,
+        sent: Tensor,
+        taken: list[int],
+        given: list[int],
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         def finish(every: list[Any]) -> None:
             for target, (into, _) in enumerate(every):
                 into.copy_(torch.cat([parts[target] for _, parts in every]))
 
         with torch.no_grad():
             group.meet((received, sent.split(given)), finish)
+        return SimpleNamespace(wait=lambda: True) if async_op else None
 
     with mock.patch.object(dist, "all_reduce", all_reduce), mock.patch.object(dist, "all_to_all_single", all_to_all):
         yield

@@ -71,7 +71,7 @@ def verify(
         note(f"verifying {loaded.name} on {os.environ.get('WORLD_SIZE', '1')} rank(s)")
         for assumption in loaded.assumptions:
             note(f"assumed: {assumption}")
-    given: dict[str, Any] = {name: value for name, value in how.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in how.items() if value not in (None, ())}
     compare = api.verify_replicas if replicas else api.verify
     report = as_data(compare(_on_device(loaded.model), loaded.batch, **given))
     if first:

@@ -201,8 +201,8 @@ class HeldUnit:
                 yield name, elements.view(-1, *shape[1:]) if shape else elements.view(shape)
 
     def take_own(self) -> None:
-        """Take the values of owned parameters to which a script gave other memory. That is not changed, for a script may
-        have it under other names; and the stretch that they were parts of is left to those who have it."""
+        """Take the values of owned parameters to which a script gave other memory. That memory is not changed, for a
+        script may have it under other names; and the stretch that they were parts of is left to those who have it."""
         if all(_place(tensor) == _place(elements) for tensor, elements in self.owned.values()):
             return
         if (stretch := self._found_stretch()) is not None:
