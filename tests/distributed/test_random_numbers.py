@@ -175,7 +175,7 @@ def dropping(world: World | None, model: str, name: str) -> tuple[list[float], d
     parallel = whale.parallelize(made.double(), batch, device="cpu", timeout_seconds=20, **options)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     found = []
-    for rows in (8, 8, 2, 6):  # two are one micro-batch, where there are several otherwise
+    for rows in (8, 8, 2):  # two are one micro-batch, where there are several otherwise
         optimizer.zero_grad()
         found.append(parallel.train_step(**{name: x[:rows] for name, x in batch.items()}).item())
         optimizer.step()
@@ -185,7 +185,7 @@ def dropping(world: World | None, model: str, name: str) -> tuple[list[float], d
 @pytest.mark.parametrize("model", ["layers", "attention"])
 def test_dropout_is_the_same_in_every_layout(ranks: Two, model: str) -> None:
     alone = dropping(None, model, "replicas, micro-batches")
-    assert len(set(alone[0])) == 4
+    assert len(set(alone[0])) == 3
     for name in DROPPING if model == "layers" else [*STAGED, *ALONG]:
         for losses, gradients in ranks.run(dropping, model, name):
             torch.testing.assert_close(losses, alone[0], rtol=1e-12, atol=0, msg=name)
