@@ -333,6 +333,14 @@ def habits(world: World | None, zero: int, **options: Any) -> dict[str, float]:
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.mul_(0.5)
+    copied, local_copy = copy.deepcopy(resumed), copy.deepcopy(reference)
+    for m in (copied, local_copy):
+        handles = [parameter.data for parameter in m.parameters()]
+        if m is copied:
+            m.eval_step(**batch)
+        for handle in handles:
+            handle.mul_(0.5)
+    found["memory of a copy"] = (copied.eval_step(**batch) - local_copy(**batch)).abs().item()
     found["in memory of the script"] = (resumed.eval_step(**batch) - reference(**batch)).abs().item()
     return found
 

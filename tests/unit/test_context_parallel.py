@@ -28,7 +28,7 @@ from whale.ir.strategy import Scope, Strategy, decode_scopes, encode_scopes, par
 from whale.runtime import collectives
 from whale.runtime.ring import RingAttention, Round, _Ahead, _Back, attend, attend_back
 from whale.strategies.bridge_prices import Prices
-from whale.strategies.dry_run import stage_calls
+from whale.strategies.dry_run import TaskCalls, stage_calls
 
 # --- words ------------------------------------------------------------------------------------------------------------
 
@@ -65,15 +65,16 @@ def compiled(example: tuple[nn.Module, Any], attention: Any = "auto", size: int 
     return compile_model(model, batch, Cluster.homogeneous(size), Options(**options), device="cpu", training=True)
 
 
+def task_calls(compilation: Compilation) -> TaskCalls:
+    """The collectives of rank 0 in the first micro-batch."""
+    stage, rows = compilation.stages[0], compilation.rows
+    every = stage_calls(compilation.captured, stage, rows, lambda s, rank: compilation.local_programs(s, rank, None), 0)
+    return every[0][0]
+
+
 def calls_of(compilation: Compilation) -> tuple[Counter[str], Counter[str]]:
     """The collectives of a step's forward and backward, by what they do."""
-    found = stage_calls(
-        compilation.captured,
-        compilation.stages[0],
-        compilation.rows,
-        lambda stage, rank: compilation.local_programs(stage, rank, None),
-        0,
-    )[0][0]
+    found = task_calls(compilation)
     return Counter(call.op for call in found.forward), Counter(call.op for call in found.backward)
 
 
@@ -132,13 +133,7 @@ def test_a_ring_passes_on_one_key_for_the_heads_of_a_group() -> None:
         for m in compilation.local_programs(compilation.stages[0], 0, None)[0].micro_batch.code.root.modules()
         if isinstance(m, RingAttention)
     )
-    found = stage_calls(
-        compilation.captured,
-        compilation.stages[0],
-        compilation.rows,
-        lambda stage, rank: compilation.local_programs(stage, rank, None),
-        0,
-    )[0][0]
+    found = task_calls(compilation)
     rows, length = batch["input_ids"].shape
     per_rank = 2 * rows * config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     assert found.forward[0].shapes[1] == tuple(per_rank * module.round.length(rank) for rank in range(2))

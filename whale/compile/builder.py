@@ -384,6 +384,7 @@ class Builder:
                     self._group_of("gathers of parameters")(unit.spec.ranks),
                     self._group_of("sums of gradients")(unit.spec.ranks),
                     failures,
+                    is_shared=tensors.are_shared,
                 )
                 for unit in self.first.units
                 if rank in unit.spec.ranks

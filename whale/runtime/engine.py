@@ -404,6 +404,7 @@ class Engine:
     def with_copies(self, memo: dict[int, Any]) -> Engine:
         """The same over copies of its tensors, which *memo* tells copy.deepcopy; nothing is compiled yet."""
         tensors = HeldTensors()
+        tensors.are_shared = True
         for name, tensor in self.tensors.items():
             copied = tensor.detach().clone()
             if isinstance(tensor, nn.Parameter):

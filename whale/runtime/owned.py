@@ -129,6 +129,7 @@ class HeldUnit:
         group: of the gathers; a dry one makes no calls.
         sum_group: of the sums, which a gather ahead does not wait for.
         failures: waits.
+        is_shared: whether a script has had the tensors already, and may have their memory under other names.
     """
 
     def __init__(
@@ -140,6 +141,8 @@ class HeldUnit:
         group: Any,
         sum_group: Any,
         failures: Failures,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self.unit, self.group, self.sum_group = unit, group, sum_group
         self.failures, self.device = failures, device
@@ -148,14 +151,14 @@ class HeldUnit:
         self.keeps_whole = unit.spec.gathers == "step"
         self._whole: Tensor | None = None
         self._parameters: tuple[Tensor, ...] = ()
-        self._is_apart = False
+        self._is_apart = is_shared
         self.owned: dict[str, tuple[Tensor, Tensor]] = {}
         """Each parameter that the rank owns, and the elements of its stretch that are this parameter's."""
         self._make()
         for name, elements in self._elements():
             tensor = tensors.get(name)
             self.owned[name] = nn.Parameter(elements) if tensor is None else tensor, elements
-            if tensor is not None:
+            if tensor is not None and not is_shared:
                 with torch.no_grad():
                     tensor.data = elements.copy_(tensor)
         self.slots = {
@@ -408,3 +411,5 @@ class HeldTensors(dict[str, Tensor]):
     """A rank's tensors by name, and the units that some are parts of, once these are made."""
 
     units: Mapping[int, HeldUnit] | None = None
+    are_shared = False
+    """Whether a script had them before there were units."""
