@@ -195,7 +195,8 @@ def parallelize(
         compile=compile,
         recompute="none" if recompute is None or recompute == "auto" else recompute,
         local_rows=batch != "global",
-        state=_state(None, None, None, on_host) if automatic else _state(zero, state_shares, state_align, on_host),
+        state=None if automatic else _state(zero, state_shares, state_align, on_host),
+        state_on_host=on_host,
         offload_activations="activations" in offloads,
     )
     launch = describe(device)
@@ -320,15 +321,14 @@ def _state(
     align: Align | None,
     on_host: bool,
 ) -> StateSharding | None:
-    """How the state of parameters is divided, and where it is; where the level or the shares are chosen later, with
-    any."""
+    """How the state of parameters is divided; where the level or the shares are chosen later, with any."""
     if shares is not None and shares != "auto":
         check_type("state_shares", shares, (list, tuple), "a list of numbers, or 'auto'")
     if not zero and not on_host and (shares or align):
         raise UsageError("state_shares and state_align say how zero= divides the state: give zero=1, 2 or 3")
     level = 1 if zero == "auto" or (on_host and not zero) else zero
     own = tuple(shares or ()) if shares != "auto" else ()
-    return None if level is None else StateSharding(level, own, align or "row", on_host=on_host)
+    return None if level is None else StateSharding(level, own, align or "row")
 
 
 def _offloads(offload: str | Sequence[str] | None) -> frozenset[str]:

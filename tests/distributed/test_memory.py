@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -146,12 +146,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
 }
 
 
-def state_of(
-    zero: int = 0, state_shares: Sequence[float] = (), offload: str | None = None, **_: Any
-) -> StateSharding | None:
-    return StateSharding(zero, tuple(state_shares), on_host=offload == "state") if zero else None
-
-
 @pytest.mark.parametrize(("layout", "options", "optimizer"), CASES.values(), ids=CASES.keys())
 def test_predicted_bytes_are_the_counted_ones(
     worlds: Worlds, layout: Any, options: dict[str, Any], optimizer: Optimizer
@@ -166,7 +160,8 @@ def test_predicted_bytes_are_the_counted_ones(
         plan=plan,
         recompute=options.get("recompute", "none"),
         precision=options.get("precision"),
-        state=state_of(**options),
+        state=StateSharding(zero, tuple(options.get("state_shares", ()))) if (zero := options.get("zero")) else None,
+        state_on_host=options.get("offload") == "state",
         offload_activations=options.get("offload") == "activations",
     )
     compilation = compile_model(model, tokens(16, 24), Cluster.homogeneous(2), chosen, device="cpu", training=True)

@@ -13,6 +13,7 @@ import whale
 from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
+from whale.compile import builder
 from whale.errors import UsageError
 from whale.runtime.launch import World
 from whale.strategies import offloading
@@ -111,6 +112,20 @@ def test_views_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert own.grad is not None
         assert parameter.grad is not None
         assert torch.equal(own.grad, parameter.grad)
+
+
+@pytest.mark.parametrize("options", [{"recompute": "auto"}, {"zero": "auto"}, {"zero": 3, "state_shares": "auto"}])
+def test_what_is_chosen_leaves_the_state_on_the_host(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    made: list[bool] = []
+    assemble = builder.assemble
+
+    def noted(step: Any, *args: Any, **kwargs: Any) -> Any:
+        made.extend(unit.on_host for unit in step.units)
+        return assemble(step, *args, **kwargs)
+
+    monkeypatch.setattr(builder, "assemble", noted)
+    whale.parallelize(decoder(), tokens(), device="cpu", offload="state", **options)
+    assert made and all(made)
 
 
 def test_other_words_are_refused() -> None:

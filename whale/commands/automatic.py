@@ -147,7 +147,7 @@ def with_least_memory(
     stages, num = first.partition.stages, len(cluster.devices)
     asked = [graph.cut.stage.strategy.recompute if graph.cut.stage is not None else None for graph in stages]
     given = [told or own for told, own in zip(planned or [None] * len(stages), asked, strict=True)]
-    told = states_of(first.partition, replace(options, state=None))
+    told = states_of(first.partition, replace(options, state=None, state_on_host=False))
     ranks = [stage.mesh.ranks for stage in first.stages]
 
     def of_levels(levels: Sequence[int]) -> tuple[StateSharding | None, ...]:

@@ -50,8 +50,8 @@ class Options:
     compute again, of all stages or of each, where neither the plan nor an annotation says it. ``compile`` asks for
     compiled kernels; ``local_rows`` says that ranks bring their own rows of a batch alone, ``offload_activations`` that
     forwards keep on the host what backwards read. ``state`` divides parameters, gradients and optimizer states, of all
-    stages or of each, where neither the plan nor an annotation says it; its shares may be of each rank of the launch,
-    and where it is on the host it is so of all stages.
+    stages or of each, where neither the plan nor an annotation says it; its shares may be of each rank of the launch.
+    With ``state_on_host`` what ranks own of it is in the host's memory, in all stages.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
@@ -66,6 +66,7 @@ class Options:
     compile: bool = False
     local_rows: bool = False
     state: StateSharding | tuple[StateSharding | None, ...] | None = None
+    state_on_host: bool = False
     offload_activations: bool = False
     plan: Plan | None = None
 
@@ -279,8 +280,8 @@ def states_of(cut: Partition, options: Options) -> tuple[StateSharding | None, .
             )
         given = options.state[index] if isinstance(options.state, tuple) else options.state
         state = told or (asked[0] if asked else given)
-        if given is not None and given.on_host:
-            state = replace(state or given, level=max(1, state.level if state else 0), on_host=True)
+        if options.state_on_host:
+            state = replace(state or StateSharding(1), level=max(1, state.level if state else 1), on_host=True)
         found.append(state)
     return tuple(found)
 
