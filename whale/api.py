@@ -22,7 +22,7 @@ from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
 from whale.compile.communicators import communicators
 from whale.compile.compile import Options, compile_traced
 from whale.compile.trace import precision_of, trace
-from whale.detection import detect, detect_unlike, on_its_hosts, warn_of_other_devices
+from whale.detection import alike, detect, detect_unlike, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
@@ -208,7 +208,7 @@ def parallelize(
         world = initialize(timeout_seconds, device_type=device)
         described = detect_unlike(world)
     if described is None:
-        described = Cluster.homogeneous(launch.size)
+        described = alike(launch.size, launch.device.type)
     elif len(described.devices) != launch.size:
         raise PlanMismatchError(
             f"the cluster has {len(described.devices)} devices, but {launch.size} processes were started; use torchrun "

@@ -18,7 +18,7 @@ from whale.planner.catalog import device_types
 from whale.profiling.places import RankLocation, places_of
 from whale.runtime.launch import World
 
-__all__ = ["cluster_of", "detect", "detect_unlike", "on_its_hosts", "warn_of_other_devices"]
+__all__ = ["alike", "cluster_of", "detect", "detect_unlike", "on_its_hosts", "warn_of_other_devices"]
 
 PROCESS = {"float64": 2.5e10, "float32": 5e10}
 """FLOP/s of a CPU rank, which has one thread under torchrun: eight float32 multiply-adds a cycle at 3 GHz, as on all
@@ -60,6 +60,19 @@ def detect_unlike(world: World) -> Cluster | None:
     """
     places = places_of(world, None)
     return cluster_of(places) if len({place.device_type for place in places}) > 1 else None
+
+
+def alike(num_devices: int, device_type: str) -> Cluster:
+    """The cluster of a launch that is not described: equal devices of a node, of which only ratios matter.
+
+    >>> alike(2, "cpu").devices[0].type.is_processor
+    True
+    """
+    found = Cluster.homogeneous(num_devices)
+    if device_type != "cpu":
+        return found
+    name = found.nodes[0].name
+    return Cluster.of([(name, replace(device.type, name="cpu")) for device in found.devices])
 
 
 def on_its_hosts(world: World, cluster: Cluster, *, planned: bool) -> Cluster:

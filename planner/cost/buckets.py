@@ -21,6 +21,10 @@ __all__ = ["LARGEST_BUCKET_BYTES", "REPEATS", "bucket_bytes", "num_buckets", "nu
 LARGEST_BUCKET_BYTES = 64 * 2**20
 """Beyond it the last bucket, which no backward hides, and the memory of those in flight cost more than is saved."""
 
+PROCESSOR_BUCKET_BYTES = 32 * 2**20
+"""Capacity between processors of one node, whose own cores move the bytes: nothing hides a sum, and each costs work
+(``benchmarks/buckets.py``)."""
+
 TRANSFERS = 4
 """Seconds of transfer for each second of latency: a sum takes at most a quarter longer than its bytes."""
 
@@ -30,13 +34,14 @@ MOST_REPEATS = 1024
 """Layers so small that eight buckets hold as many fill them, except for a negligible part."""
 
 
-def bucket_bytes(topology: Topology, ranks: Sequence[int]) -> int:
+def bucket_bytes(topology: Topology, ranks: Sequence[int], *, divided: bool = False) -> int:
     """Return the bytes of a bucket that these ranks sum: their latency times their bandwidth, four times, as a power of
     two from `BUCKET_BYTES` to `LARGEST_BUCKET_BYTES`.
 
     A smaller one would spend its time on latencies; a larger one would start later, and its end is exposed. Both
     figures are those of the cost of an all-reduce. Measured curves of a profile are not asked: all ranks of a launch
-    know the cluster, but not the profile.
+    know the cluster, but not the profile. Processors of one node have `PROCESSOR_BUCKET_BYTES`, except where the state
+    is *divided* over them: what a rank needs of others is in memory a bucket at a time.
 
     >>> from whale.ir.cluster import Cluster, Link
     >>> from whale.planner.catalog import device_types
@@ -45,6 +50,9 @@ def bucket_bytes(topology: Topology, ranks: Sequence[int]) -> int:
     >>> [bucket_bytes(topology, ranks) // 2**20 for ranks in (range(8), range(16))]
     [32, 4]
     """
+    types = [topology.cluster.devices[rank].type for rank in ranks]
+    if not divided and all(type_.is_processor for type_ in types) and len(topology.members(ranks)) == 1:
+        return PROCESSOR_BUCKET_BYTES
     try:
         latency = collective(topology, "all_reduce", ranks, 1).latency
         seconds = collective(topology, "all_reduce", ranks, LARGEST_BUCKET_BYTES).transfer

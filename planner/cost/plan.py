@@ -369,9 +369,8 @@ class PlanCost:
                 else:
                     kind = self._scattered_by(stage)
                     seconds = prices.all_reduce(group, num_alike, num_bytes, stage.layers, kind)
-                    message = prices.over(
-                        kind, group, num_alike, prices.message_bytes(group, num_bytes, num_alike, stage.layers)
-                    )
+                    size = prices.message_bytes(group, num_bytes, num_alike, stage.layers, divided=kind != "all_reduce")
+                    message = prices.over(kind, group, num_alike, size)
                 if slowest is None or seconds > slowest.seconds:
                     slowest = _Sum(group, num_alike, num_bytes, seconds, message)
             found.extend([slowest] if slowest else [])
@@ -383,7 +382,8 @@ class PlanCost:
         prices, stage = self.prices, self.stages[index]
         ruled = prices.under(stage.recompute)
         largest = max(sums, key=lambda one: one.seconds)
-        message = prices.message_bytes(largest.group, largest.bytes, largest.num_alike, stage.layers)
+        divided = self._scattered_by(stage) != "all_reduce"
+        message = prices.message_bytes(largest.group, largest.bytes, largest.num_alike, stage.layers, divided=divided)
         beside = prices.beside(largest.group, largest.num_alike, message)
         slowest = max(range(len(self.kinds[index])), key=lambda place: self.costs[index][place].backward)
         kind, backward = self.kinds[index][slowest], self.costs[index][slowest].backward * last_share
@@ -690,10 +690,8 @@ def _units(prices: CostModel, stage: ChainStage, kind: _Kind, micro_batches: int
         num: float = len(members) if block >= 0 else 1
         num_bytes = sum(prices.parameters(members, stage.tensor, stage.expert)) * size
         if prices.runs:
-            num = max(
-                1.0,
-                round(num_bytes / max(1.0, prices.message_bytes(stage.data_group, num_bytes, stage.tensor, members))),
-            )
+            unit = prices.message_bytes(stage.data_group, num_bytes, stage.tensor, members, divided=True)
+            num = max(1.0, round(num_bytes / max(1.0, unit)))
         spent = prices.stage(members, kind.group, kind.rows, micro_batches, shards)
         gather, reduce = (
             prices.over(name, stage.data_group, stage.tensor, num_bytes / num) for name in ("all_gather", scattered)

@@ -141,7 +141,7 @@ class Memo(LayerMemo):
         self.collectives: dict[Any, float] = {}
         self.hops: dict[Any, Hop] = {}
         self.besides: dict[Any, Beside] = {}
-        self.buckets: dict[Shape, int] = {}
+        self.buckets: dict[tuple[Shape, bool], int] = {}
 
     def begin(self, *of: Any) -> Memo:
         """Itself, emptied if it has prices of something else."""
@@ -508,38 +508,44 @@ class CostModel(LayerCosts):
     ) -> float:
         """Seconds to sum gradients, of *layers* or of the whole model, over the data group *ranks* (one of each tensor
         group) while the other *degree* - 1 data groups of the stage do the same. As Whale runs it they come in
-        messages, one after the other."""
+        messages, one after the other. Another *kind* sums to the owners of a divided state."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
-        message = self.message_bytes(ranks, num_bytes, degree, layers)
+        message = self.message_bytes(ranks, num_bytes, degree, layers, divided=kind != "all_reduce")
         return num_bytes / message * self.over(kind, ranks, degree, message)
 
     def largest_bucket(self, ranks: Sequence[int], layers: Iterable[int], degree: int, expert: int = 1) -> float:
-        """Bytes of the largest bucket over *ranks* of parameters of *layers*: a full one, or a larger parameter by
-        itself."""
+        """Bytes of the largest bucket over *ranks*, which divide the state, of parameters of *layers*: a full one, or a
+        larger parameter by itself."""
         largest = 0.0
         for kind in {self.profile.layers[index] for index in layers}:
             given = self.profile.kinds[kind]
             if given.variants:
                 variant = variant_of(given, degree, expert)
                 largest = max(largest, variant.largest or max(variant.sizes, default=variant.parameters))
-        return max(self._capacity(ranks), largest * self.precision.element_bytes)
+        return max(self._capacity(ranks, divided=True), largest * self.precision.element_bytes)
 
-    def _capacity(self, ranks: Sequence[int]) -> int:
+    def _capacity(self, ranks: Sequence[int], *, divided: bool = False) -> int:
         """Bytes of a full bucket over some ranks."""
-        shape = self.shape(ranks)
-        if shape not in self.memo.buckets:
-            self.memo.buckets[shape] = bucket_bytes(self.described, ranks)
-        return self.memo.buckets[shape]
+        key = self.shape(ranks), divided
+        if key not in self.memo.buckets:
+            self.memo.buckets[key] = bucket_bytes(self.described, ranks, divided=divided)
+        return self.memo.buckets[key]
 
     def message_bytes(
-        self, ranks: Sequence[int], num_bytes: float, degree: int, layers: Iterable[int] | None = None
+        self,
+        ranks: Sequence[int],
+        num_bytes: float,
+        degree: int,
+        layers: Iterable[int] | None = None,
+        *,
+        divided: bool = False,
     ) -> float:
-        """Bytes of a message of a gradient reduction over *ranks*, on average: a bucket, or a larger parameter; in
-        other stacks all gradients."""
+        """Bytes of a message of a gradient reduction over *ranks*, which may have *divided* the state, on average: a
+        bucket, or a larger parameter; in other stacks all gradients."""
         if not self.runs:
             return num_bytes
-        capacity = self._capacity(ranks)
+        capacity = self._capacity(ranks, divided=divided)
         kinds = self._counts if layers is None else Counter(map(self.profile.layers.__getitem__, layers))
         whole = messages = 0.0
         for kind, count in kinds.items():

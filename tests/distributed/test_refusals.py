@@ -108,6 +108,26 @@ def test_a_call_that_one_rank_makes_wrongly_is_told_to_the_others(ranks: Two, ki
     assert loss == same
 
 
+def accumulate(world: World, refused: bool) -> tuple[str, float, list[Tensor]]:
+    """The refusal of a step between two others, the loss of the last, and the gradients and statistics after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    whale.annotate(model, {"": whale.replicate()})
+    x, message = torch.randn(8, 4), ""
+    made: Any = whale.parallelize(model, x, loss_fn=lambda y, batch: y.square().mean(), device="cpu")
+    made.train_step(x)
+    if refused:
+        message = refusal(lambda: made.train_step(x.roll(world.rank, 0)))
+    loss = made.train_step(x.flip(0)).item()
+    return message, loss, [*(p.grad for p in made.parameters()), *made.buffers()]
+
+
+def test_a_refused_step_leaves_gradients_statistics_and_randomness(ranks: Two) -> None:
+    for (message, *found), (_, *wanted) in zip(ranks.run(accumulate, True), ranks.run(accumulate, False), strict=True):
+        assert "with other values" in message
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 class Halves(nn.Module):
     """A matrix in its first stage, and vectors in the second."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,14 @@ def test_slow_nodes_decide_for_groups_that_span_them() -> None:
     topology = Topology.of(cluster)
     within, between = (bucket_bytes(topology, ranks) for ranks in ((0, 1), (0, 2)))
     assert within > between == BUCKET_BYTES
+
+
+def test_processors_of_a_node_have_large_buckets_where_none_has_to_be_held_apart() -> None:
+    processors = [("here", replace(A100, name="cpu")), ("here", replace(A100, name="cpu-50"))]
+    topology = Topology.of(Cluster.of(processors, intra=SLOW))
+    assert bucket_bytes(topology, (0, 1)) > bucket_bytes(topology, (0, 1), divided=True) == BUCKET_BYTES
+    apart = Topology.of(Cluster.of([("here", processors[0][1]), ("there", processors[1][1])], inter=SLOW))
+    assert bucket_bytes(apart, (0, 1)) == BUCKET_BYTES
 
 
 @pytest.mark.parametrize("bandwidth", [1e8, 1e10, 1e11, 1e13])

@@ -134,15 +134,16 @@ def sums_of_gradients(
     # What stages share is ready when the last backward of its first reader is done, embeddings at the end of it:
     # launched first they would keep that stage's own buckets from overlapping that backward.
     for (together, sharing, _), parts in sorted(groups.items(), key=lambda item: len(item[0][1]) > 1):
-        shape = topology.shape(together)
-        if shape not in capacities:
-            capacities[shape] = bucket_bytes(topology, together)
-        key = (capacities[shape], tuple(parts))
-        if key not in buckets:
-            buckets[key] = _bucketized(parts, capacities[shape])
-        divided = [dict[str, Any]() for _ in buckets[key]]
         own = [stage for stage in stages if stage.index in sharing]
-        if all(stage.state for stage in own):
+        is_divided = all(stage.state for stage in own)
+        links = topology.shape(together), is_divided
+        if links not in capacities:
+            capacities[links] = bucket_bytes(topology, together, divided=is_divided)
+        key = (capacities[links], tuple(parts))
+        if key not in buckets:
+            buckets[key] = _bucketized(parts, capacities[links])
+        divided = [dict[str, Any]() for _ in buckets[key]]
+        if is_divided:
             divided = _divided(parts, buckets[key], together, own, len(rows))
         for bucket, options in zip(buckets[key], divided, strict=True):
             specs.append(ReduceSpec(index=len(specs), ranks=together, stages=sharing, **options))

@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 BUCKET_BYTES = 4 * 2**20
-"""Least capacity of a gradient bucket in bytes, which gloo needs (``benchmarks/buckets.py``): that of ranks whose links
-are not known. Others are as large as their links ask for (`whale.planner.cost.buckets.bucket_bytes`)."""
+"""Least capacity of a gradient bucket in bytes: that of ranks whose links are not known. Others are as large as their
+links ask for (`whale.planner.cost.buckets.bucket_bytes`)."""
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]

@@ -270,9 +270,8 @@ class Engine:
         if self.local is not None:
             batch, whole = self.local.agree(batch, what, self._look_at_replicas)
         key = signature(whole)
-        if self.local is None:
-            self._compare(batch, key, what)
-        step = self._step(whole, modes, changes, returns)
+        agree = self._compare(batch, key, what) if self.local is None else None
+        step = self._step(whole, modes, changes, returns, agree)
         if train:
             self.clock.step += 1
         device = self.world.device
@@ -288,22 +287,33 @@ class Engine:
         for stage in step.stages:
             stage.begin(batch, sums)
         if step.loss_dtype is None:
-            step.executor.run(False)
+            step.executor.run(False, agree=agree)
             return Result(None, self._output(step, to))
         loss = GlobalLoss(self.world, self.loss_group, step.counts_loss, step.loss_dtype)
-        self._scaled(step, train, loss, scale)
+        try:
+            self._scaled(step, train, loss, scale, agree)
+        except UsageError:  # refused: the next step has the randomness of this one
+            self.clock.step -= train
+            raise
         for stage in step.stages:
             stage.finish()
         return Result(loss.finish(), self._output(step, to) if returns == "both" else None)
 
-    def _scaled(self, step: CompiledStep, train: bool, loss: GlobalLoss, scale: float | Tensor) -> None:
+    def _scaled(
+        self,
+        step: CompiledStep,
+        train: bool,
+        loss: GlobalLoss,
+        scale: float | Tensor,
+        agree: Callable[[], None] | None,
+    ) -> None:
         """Run the programs of a step, whose gradients have the factor of the loss while it runs."""
         if self.loss_scaler is None or not train:
-            step.executor.run(train, loss.begin, scale)
+            step.executor.run(train, loss.begin, scale, agree)
             return
 
         def run(factor: float) -> None:
-            step.executor.run(train, loss.begin, scale * factor)
+            step.executor.run(train, loss.begin, scale * factor, agree)
 
         self.loss_scaler.run([x for x in self.tensors.values() if x.requires_grad], run, self._largest)
 
@@ -325,8 +335,16 @@ class Engine:
         own = {key: value for stage in step.stages for key, value in stage.take_returned().items()}
         return step.outputs.gather(self.world, own, to)
 
-    def _step(self, batch: Mapping[str, Any], modes: Modes, changes: Changes, returns: Returns) -> CompiledStep:
-        """The step for a batch: compiled with the values of its numbers, and from their second value on for all."""
+    def _step(
+        self,
+        batch: Mapping[str, Any],
+        modes: Modes,
+        changes: Changes,
+        returns: Returns,
+        agree: Callable[[], None] | None,
+    ) -> CompiledStep:
+        """The step for a batch: compiled with the values of its numbers, and from their second value on for all; all
+        ranks *agree* first to compile one."""
         for name, value in batch.items():
             if isinstance(value, float) and value != self.floats.setdefault(name, value):
                 self.numbers.add(name)
@@ -334,6 +352,8 @@ class Engine:
         kind = StepKey(signature(batch, numbers), modes, changes.key, returns)
         step = self.steps.get(kind)
         if step is None:
+            if agree is not None:
+                agree()
             step = self.source(batch, modes, changes, self.tensors, returns, numbers)
             if step.numbers != tuple(numbers):
                 self.constants |= set(numbers)
@@ -366,7 +386,9 @@ class Engine:
             "strict=False), which takes this rank's part"
         )
 
-    def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> None:
+    def _compare(self, batch: Mapping[str, Any], key: Signature, what: str) -> Callable[[], None] | None:
+        """Compare the batches of all ranks; waits for the result, or, if this rank has had such a batch before, returns
+        what does."""
         seen = self.compared.get(key, 0)
         checks = not seen or self.world.device.type != "cuda"  # which is waiting for the device
         looks = self.world.size > 1 and checks and (seen < FIRST_COMPARED or seen % COMPARED_EACH == 0)
@@ -374,9 +396,16 @@ class Engine:
         values = [v for v in batch.values() if looks and isinstance(v, Tensor)]
         replicas = self._look_at_replicas() if looks else 0.0
         alike = LikeBatches(self.world, self.loss_group, self.refusals, given, values, replicas)
-        if checks:
-            alike.check()
-        self.compared[key] = seen + 1
+
+        def agree() -> None:
+            if checks:
+                alike.check()
+            self.compared[key] = seen + 1  # a step that a rank refuses is counted on none
+
+        if seen and checks:
+            return agree
+        agree()
+        return None
 
     def _look_at_replicas(self) -> Tensor:
         """A number for the values of the parameters of which every rank has all, by a sample of each."""

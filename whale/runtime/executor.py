@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from whale.errors import ScheduleError
+from whale.errors import ScheduleError, UsageError
 from whale.ir import range_names
 from whale.ir.program import (
     Box,
@@ -137,6 +137,7 @@ class Executor:
         self.device = torch.device(device)
         self.messages = messages or messages_of(self.device)
         self.programs = {True: program, False: forward_only(program)}
+        self.alone = {train: self._num_alone(part) for train, part in self.programs.items()}
         self.credit = credit if credit is not None else 0 if self.device.type == "cuda" else max(2, _most_kept(program))
         self.entering = {s: [edge for edge in edges if edge.target_stage == s] for s in stages}
         self.leaving = {s: [edge for edge in edges if edge.source_stage == s] for s in stages}
@@ -166,18 +167,32 @@ class Executor:
         train: bool,
         on_loss: Callable[[Tensor | None], None] | None = None,
         scale: float | Tensor = 1.0,
+        agree: Callable[[], None] | None = None,
     ) -> Tensor | None:
         """Run one step and return the sum of this rank's losses, or None if it computes none.
 
         In training, gradients of *scale* times the loss are added to the parameters, and those in buckets are summed
         over their ranks. Otherwise only forwards run, without gradients. ``on_loss`` is called with the sum where the
-        program says so, so that its sum over ranks runs beside those of gradients.
+        program says so, so that its sum over ranks runs beside those of gradients. ``agree`` waits until all ranks take
+        this step, and raises if they do not: it is called after the forwards that need no other rank, before anything
+        that outlives the step.
 
         Raises:
             WorkerError: a task failed here or elsewhere, or a rank did not come in time; names rank, task and value.
         """
         with torch.no_grad():
-            return _Step(self, train, on_loss or (lambda loss: None), scale).run()
+            return _Step(self, train, on_loss or (lambda loss: None), scale, agree).run()
+
+    def _num_alone(self, program: Program) -> int:
+        """How many instructions a program begins with that compute forwards without another rank."""
+        if self.units or any(isinstance(instruction, Receive) for instruction in program):  # posted ahead
+            return 0
+        for position, instruction in enumerate(program):
+            if not isinstance(instruction, Compute) or instruction.kind != "F":
+                return position
+            if len(getattr(self.stages[instruction.stage], "peers", ())) > 1:
+                return position
+        return len(program)
 
     def shape(self, edge: int, direction: Direction, micro_batch: int) -> tuple[int, ...]:
         """Return the shape of a received tensor: a value, or the gradient of one."""
@@ -215,13 +230,27 @@ class _Arrival:
     parts: list[tuple[Work | None, Tensor | None, Box, int]] = field(default_factory=list)
 
 
+class _Refused(Exception):
+    """A step that the ranks do not take."""
+
+    def __init__(self, error: UsageError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class _Step:
     """One run of a program, with its temporary state."""
 
     def __init__(
-        self, executor: Executor, train: bool, on_loss: Callable[[Tensor | None], None], scale: float | Tensor
+        self,
+        executor: Executor,
+        train: bool,
+        on_loss: Callable[[Tensor | None], None],
+        scale: float | Tensor,
+        agree: Callable[[], None] | None,
     ) -> None:
         self.executor = executor
+        self.agree = agree
         self.scale = scale
         self.on_loss = on_loss
         self.train = train
@@ -240,9 +269,12 @@ class _Step:
         try:
             for unit in executor.units.values():
                 unit.take_own()
-            if reducer is not None:
-                reducer.begin()
+            alone = executor.alone[self.train] if self.agree is not None else 0
+            if not alone:
+                self.start(reducer)
             for position, instruction in enumerate(self.program):
+                if position == alone > 0:
+                    self.start(reducer)
                 if isinstance(instruction, Compute):
                     self.post_receives(position)
                 if not isinstance(instruction, Send | Receive | Copy):
@@ -267,6 +299,8 @@ class _Step:
                         executor.messages.task_ended()
                     case SumLoss():
                         self.on_loss(self.loss)
+            if alone == len(self.program) > 0:
+                self.start(reducer)
             self.task = None
             executor.messages.start()
             while self.sends:
@@ -275,6 +309,8 @@ class _Step:
                 unit.finish()
             if reducer is not None:
                 reducer.finish()
+        except _Refused as refused:
+            raise refused.error from None
         except Exception as error:
             stage = None if self.task is None else executor.stages.get(self.task.stage)
             failure = executor.failures.failed(self.where(), error, getattr(stage, "peers", ()))
@@ -282,6 +318,16 @@ class _Step:
                 raise
             raise failure from error
         return self.loss
+
+    def start(self, reducer: Reducer | None) -> None:
+        """Start what outlives the step, once all ranks agree to take it."""
+        if self.agree is not None:
+            try:
+                self.agree()
+            except UsageError as error:  # no failure: the next step may be another
+                raise _Refused(error) from error
+        if reducer is not None:
+            reducer.begin()
 
     def where(self) -> str:
         if self.task is None:
