@@ -29,7 +29,7 @@ from whale.graph.capture_checks import check_hooks, check_modules
 from whale.graph.copies import model_copy
 from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
-from whale.ir.plan import Plan
+from whale.ir.plan import GradientDtype, Plan
 from whale.ir.state import Align, StateSharding
 from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.assignment.assign import Preference
@@ -66,6 +66,7 @@ def parallelize(
     sync_module_states: bool = False,
     batch: str = "global",
     precision: str | None = None,
+    gradient_dtype: str | None = None,
     recompute: Recompute | Literal["auto"] | None = None,
     zero: int | Literal["auto"] | None = None,
     state_shares: Sequence[float] | Literal["auto"] | None = None,
@@ -109,6 +110,9 @@ def parallelize(
             and optimizer states in their own, which is float32; by default, and with ``fp32``, as the model is.
             parallelize and steps may stand under ``torch.autocast`` too. With ``fp16`` gradients are scaled in
             the step, as by a ``GradScaler`` (``model.loss_scaler``).
+        gradient_dtype: ``bf16``, ``fp16`` or ``fp32``: the number type in which ranks exchange gradients and sum them
+            (FSDP's ``reduce_dtype``); parameters and gradients keep theirs, which it is by default. ``bf16`` takes half
+            the bytes of float32 on slow links, and rounds: steps equal the local ones up to that.
         recompute: what the backward computes again, instead of the forward keeping it: ``none``; ``selective``,
             everything in a layer but products, attention and what ranks exchange; ``full``, everything but the layer's
             inputs and what ranks exchange; ``auto``, in each stage the least of these with which its devices, as in
@@ -160,7 +164,9 @@ def parallelize(
     if recompute is not None:
         check_choice("recompute", recompute, ("auto", *RECOMPUTES))
     if precision is not None:
-        check_choice("precision", precision, ("fp32", *LOW_PRECISIONS))
+        _check_precision(precision)
+    if gradient_dtype is not None:
+        check_choice("gradient_dtype", gradient_dtype, get_args(GradientDtype))
     check_type("seed", seed, (int, type(None)), "a whole number")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
@@ -180,6 +186,7 @@ def parallelize(
             micro_batches=micro_batches,
             schedule=schedule,
             precision=precision,
+            gradient_dtype=gradient_dtype,
             recompute=recompute,
             zero=None if zero == "auto" else zero,
             state_shares=state_shares,
@@ -193,6 +200,7 @@ def parallelize(
         prefer=prefer,
         promote=promote_casts,
         compile=compile,
+        gradient_dtype=gradient_dtype or (plan.gradient_dtype if plan else None),
         recompute="none" if recompute is None or recompute == "auto" else recompute,
         local_rows=batch != "global",
         state=None if automatic else _state(zero, state_shares, state_align, on_host),
@@ -340,6 +348,15 @@ def _offloads(offload: str | Sequence[str] | None) -> frozenset[str]:
     return frozenset(given)
 
 
+def _check_precision(precision: str) -> None:
+    if precision in ("fp8", "float8"):
+        raise UsageError(
+            "precision='fp8' is not there: products in float8 need scales of each tensor, as torchao keeps them in "
+            "modules of its own; use bf16, or fp16 where devices have no bfloat16"
+        )
+    check_choice("precision", precision, ("fp32", *LOW_PRECISIONS))
+
+
 def _precision(given: str | None, device: torch.device) -> str | None:
     """The precision of ``torch.autocast`` in which a model computes: the given one, or that of the script around."""
     around = autocast_around(device.type).dtype
@@ -448,9 +465,9 @@ def verify(
     """Run one step locally and one in parallel from the same weights, and compare the loss and every gradient.
 
     Call it on every rank. *options* are those of :func:`parallelize`. The default tolerance is that of the precision in
-    which the steps compute: 1e-9 in float64, 1e-4 in float32, 0.01 in TF32 and float16, 0.08 in bfloat16. In low
-    precision, of the options or the plan, the local step is under ``torch.autocast`` too. Models with dropout are
-    compared in evaluation mode.
+    which steps compute and sum gradients: 1e-9 in float64, 1e-4 in float32, 0.01 in TF32 and float16, 0.08 in
+    bfloat16. In low precision, of the options or the plan, the local step is under ``torch.autocast`` too. Models with
+    dropout are compared in evaluation mode.
     """
     from whale.graph.capture import _Loss
 
@@ -462,6 +479,7 @@ def verify(
     if isinstance(plan, (str, PathLike)) and plan != "auto":
         plan = options["plan"] = Plan.load(plan)
     precision = options.get("precision") or (plan.precision if isinstance(plan, Plan) else None)
+    summed = options.get("gradient_dtype") or (plan.gradient_dtype if isinstance(plan, Plan) else None)
     dtype = LOW_PRECISIONS.get(precision or "")
     device = next((p.device.type for p in local.parameters()), "cpu")
     with torch.autocast(device, dtype) if dtype is not None else nullcontext():
@@ -484,7 +502,7 @@ def verify(
         loss_error=abs(found_loss.item() - loss.item()) / (abs(loss.item()) or 1.0),
         gradient_error=errors.get(worst, 0.0),
         worst=worst,
-        tolerance=tolerance if tolerance is not None else tolerance_of(local, precision),
+        tolerance=tolerance if tolerance is not None else tolerance_of(local, precision, summed),
         gradients=errors,
     )
 
@@ -494,15 +512,15 @@ _TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8
 place."""
 
 
-def tolerance_of(model: nn.Module, precision: str | None) -> float:
-    """The default tolerance of a model's steps in a precision of :func:`parallelize`.
+def tolerance_of(model: nn.Module, precision: str | None, gradient_dtype: str | None = None) -> float:
+    """The default tolerance of a model's steps in a precision and with a number type of sums of :func:`parallelize`.
 
     >>> tolerance_of(nn.Linear(2, 2), None), tolerance_of(nn.Linear(2, 2), "bf16")
     (0.0001, 0.08)
     """
-    if any(p.dtype == torch.float64 for p in model.parameters()):
-        return _TOLERANCES["fp64"]
-    names = {precision_of(model), precision or "fp32"}
+    is_double = any(p.dtype == torch.float64 for p in model.parameters())
+    names = {"fp64"} if is_double else {precision_of(model), precision or "fp32"}
+    names |= {gradient_dtype} if gradient_dtype is not None else set()
     return max(_TOLERANCES[name] for name in names)
 
 

@@ -43,6 +43,7 @@ class Configuration:
         sequence_parallel: whether the tensor group divides what its matrices do not split; None: where attention is
             fused, as in every stack that has both.
         precision: as `whale.planner.cost.precision` knows it.
+        gradient_dtype: in which Whale sums gradients over ranks; None: in their own number type.
         attention: one fused kernel, spelt out, or by precision and device.
         stack: whose kernels and communication, as `whale.planner.cost.stack` knows it; None: FSDP's where several
             devices share gradients or weights, else Megatron's, as published runs have them.
@@ -66,6 +67,7 @@ class Configuration:
     auto_shares: bool = False
     sequence_parallel: bool | None = False
     precision: str = "bf16"
+    gradient_dtype: str | None = None
     attention: Attention = "auto"
     stack: Literal["whale", "fsdp", "megatron"] | None = None
     layers_per_stage: tuple[int, ...] | None = None

@@ -63,6 +63,7 @@ class LayerCosts:
         precision: of the run.
         stack: that runs it.
         optimizer: of Whale's stack; others have a fused Adam.
+        summed_bytes: per element of a gradient in a sum over ranks of Whale's stack; None: as the gradient has them.
         memo: what is known already.
     """
 
@@ -70,6 +71,7 @@ class LayerCosts:
     precision: Precision
     stack: Stack = WHALE
     optimizer: Optimizer = "adamw"
+    summed_bytes: int | None = None
     memo: LayerMemo = field(default_factory=LayerMemo)
 
     @property
@@ -330,7 +332,7 @@ class LayerCosts:
     def gradient_bytes(self) -> int:
         """Bytes per element of a gradient in a reduction; float16 gradients are reduced in float16 (Megatron)."""
         if self.runs:
-            return self.precision.element_bytes
+            return self.precision.element_bytes if self.summed_bytes is None else self.summed_bytes
         return 2 if self.precision.name == "fp16" else gradient_bytes(self.precision, self.stack.zero)
 
 

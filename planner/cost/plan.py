@@ -484,7 +484,7 @@ class PlanCost:
             here = sorted(set(layers).intersection(readers))
             if len(here) < 2:
                 continue
-            size = shared / stage.tensor * prices.gradient_bytes
+            size = shared / stage.tensor * prices.precision.element_bytes
             between = [
                 prices.layer(prices.profile.layers[layer], kind.group, kind.rows, 1)
                 for layer in layers
@@ -521,6 +521,9 @@ class PlanCost:
                 if stage.level:
                     one = sum(self.costs[index][place].kept for index in own)
                     state, sharded = self._divided(own, layers, kind, whole, (kept, one, working))
+                elif prices.summed_bytes is not None and shards > 1:  # two buckets are there as they are exchanged, too
+                    held = min(state.gradients, 2 * prices.largest_bucket(stage.data_group, layers, *degrees))
+                    sharded = held * prices.summed_bytes / prices.precision.element_bytes
                 wasted = round((kept + working + sharded + renewed) * prices.wasted)
                 yield DeviceMemory(
                     rank=kind.rank,
@@ -561,10 +564,12 @@ class PlanCost:
             if self._is_apart(readers) and set(layers).intersection(readers)
         )
         once = trained * share + apart * (1 - share)  # what stages share is whole
-        unit = min(trained, prices.largest_bucket(stage.data_group, layers, stage.tensor, stage.expert))
+        unit = min(trained, prices.largest_bucket(stage.data_group, layers, stage.tensor, stage.expert, divided=True))
         received = unit if any(type_.is_processor for type_ in kind.group.types) else share * unit
+        exchanged = prices.gradient_bytes / size
+        received *= exchanged
         kept, kept_one, working = activations
-        summed = min(trained, 3 * unit) + 2 * received + share * unit
+        summed = min(trained * max(1.0, exchanged), (1 + 2 * max(1.0, exchanged)) * unit) + 2 * received + share * unit
         gradients, summing = whole.gradients, max(0.0, 2 * received + share * unit - kept_one / 2)
         if done.each:
             gradients, summing = once, summed

@@ -12,7 +12,7 @@ from typing import Literal
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 
-__all__ = ["AUTOCAST", "BY_DTYPE", "PRECISIONS", "Precision", "executed", "precision_named"]
+__all__ = ["AUTOCAST", "BY_DTYPE", "DTYPES", "PRECISIONS", "Precision", "executed", "precision_named"]
 
 KernelKind = Literal["products", "attention", "convolutions"]
 
@@ -104,6 +104,9 @@ AUTOCAST = {name: replace(PRECISIONS[name], element_bytes=4, mixed=False, autoca
 
 BY_DTYPE = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """Names of precisions by a model's dtype. (Without mixed precision: a model runs in its own dtype.)"""
+
+DTYPES = {name: dtype for dtype, name in BY_DTYPE.items()}
+"""Number types by the name of a precision."""
 
 
 ALIASES = {**BY_DTYPE, "float8": "fp8", "tfloat32": "tf32"}

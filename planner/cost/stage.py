@@ -181,9 +181,10 @@ class CostModel(LayerCosts):
         stack: Stack = WHALE,
         optimizer: Optimizer = "adamw",
         batch: int = 0,
+        gradient_dtype: str | None = None,
         known: Memo | None = None,
     ) -> CostModel:
-        """Return the prices, with what is *known*.
+        """Return the prices, with what is *known*. Ranks sum gradients in *gradient_dtype*, by default in their own.
 
         Raises:
             UsageError: a device does not have the precision, or the profile is of another.
@@ -192,7 +193,8 @@ class CostModel(LayerCosts):
         if stack.name == "whale":
             number = executed(precision, profile.autocast)
             number.refuse_without({device.type for device in cluster.devices})
-        memo = (known or Memo()).begin(profile, number, stack, optimizer)
+        summed = precision_named(gradient_dtype).element_bytes if gradient_dtype is not None else None
+        memo = (known or Memo()).begin(profile, number, stack, optimizer, summed)
         return cls(
             profile=profile,
             cluster=cluster,
@@ -200,6 +202,7 @@ class CostModel(LayerCosts):
             stack=stack,
             optimizer=optimizer,
             batch=batch,
+            summed_bytes=summed,
             memo=memo,
         )
 
@@ -514,16 +517,18 @@ class CostModel(LayerCosts):
         message = self.message_bytes(ranks, num_bytes, degree, layers, divided=kind != "all_reduce")
         return num_bytes / message * self.over(kind, ranks, degree, message)
 
-    def largest_bucket(self, ranks: Sequence[int], layers: Iterable[int], degree: int, expert: int = 1) -> float:
-        """Bytes of the largest bucket over *ranks*, which divide the state, of parameters of *layers*: a full one, or a
-        larger parameter by itself."""
+    def largest_bucket(
+        self, ranks: Sequence[int], layers: Iterable[int], degree: int, expert: int = 1, *, divided: bool = False
+    ) -> float:
+        """Bytes of the largest bucket over *ranks*, which may have *divided* the state, of parameters of *layers*: a
+        full one, or a larger parameter by itself."""
         largest = 0.0
         for kind in {self.profile.layers[index] for index in layers}:
             given = self.profile.kinds[kind]
             if given.variants:
                 variant = variant_of(given, degree, expert)
                 largest = max(largest, variant.largest or max(variant.sizes, default=variant.parameters))
-        return max(self._capacity(ranks, divided=True), largest * self.precision.element_bytes)
+        return max(self._capacity(ranks, divided=divided), largest * self.precision.element_bytes)
 
     def _capacity(self, ranks: Sequence[int], *, divided: bool = False) -> int:
         """Bytes of a full bucket over some ranks."""
@@ -558,10 +563,10 @@ class CostModel(LayerCosts):
         key = (kind, degree, capacity)
         if key not in self._messages:
             known = self.tensor_degrees[0]
-            size = known / degree * self.gradient_bytes
+            part = known / degree
             self._messages[key] = (
-                sum(self.parameters_of(kind, known)) * size,
-                num_buckets_of(self.profile.kinds[kind], known, size, capacity),
+                sum(self.parameters_of(kind, known)) * part * self.gradient_bytes,
+                num_buckets_of(self.profile.kinds[kind], known, part * self.precision.element_bytes, capacity),
             )
         return self._messages[key]
 

@@ -58,6 +58,7 @@ class Stages:
             precision=given.precision,
             stack=stack or stack_of(given, layout.data),
             batch=given.batch,
+            gradient_dtype=given.gradient_dtype,
             known=known,
         )
         return cls(prices=prices.under(given.recompute), layout=layout)

@@ -28,6 +28,7 @@ def evaluate(
     precision: str = "fp32",
     stack: Stack = WHALE,
     optimizer: Optimizer = "adamw",
+    gradient_dtype: str | None = None,
     known: Memo | None = None,
 ) -> Candidate:
     """Score a plan, whether it fits in memory or not.
@@ -44,6 +45,7 @@ def evaluate(
         stack=stack,
         optimizer=optimizer,
         batch=micro_batches * sum(stages[0].rows) if stages else 0,
+        gradient_dtype=gradient_dtype,
         known=known,
     )
     return score(prices, stages, micro_batches=micro_batches, schedule=schedule)

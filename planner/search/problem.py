@@ -210,6 +210,7 @@ class SearchSettings:
             stage the least with which it does.
         zero: how much of their state replicas divide in all stages; ``auto``: nothing where a plan fits so, else in
             each stage the least with which it does.
+        gradient_dtype: in which gradients are summed; None: in their own.
         state_align: where stretches of it end, as `whale.ir.state.StateSharding` has it. They are equal; between
             devices of several types, if these do not fit so, by what their memory leaves.
         thorough: whether more of everything is tried, for some seconds more, up to the time limit.
@@ -227,6 +228,7 @@ class SearchSettings:
     recompute: Recompute | Literal["auto"] = "auto"
     zero: Literal[0, 1, 2, 3, "auto"] = 0
     state_align: Align = "row"
+    gradient_dtype: str | None = None
     thorough: bool = False
 
     @property

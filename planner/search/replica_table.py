@@ -139,7 +139,7 @@ class ReplicaTable(MeshSpace):
             blocks = [place for place, kind in enumerate(kinds) if self.prices.repeats(kind)] or range(len(kinds))
             num = BUCKETS[self.prices.stack.zero - 1]
             self._of_buckets[tensor] = num * min(
-                self.prices.largest_bucket(self.pools[0].ranks, blocks, tensor),
+                self.prices.largest_bucket(self.pools[0].ranks, blocks, tensor, divided=True),
                 sum(self.prices.parameters(blocks, tensor)) * self.prices.gradient_bytes,
             )
         return self._of_buckets[tensor]

@@ -169,6 +169,7 @@ def search(
         precision=settings.precision,
         optimizer=settings.optimizer,
         batch=batch,
+        gradient_dtype=settings.gradient_dtype,
         known=known,
     )
     if not prices.tensor_degrees:

@@ -56,6 +56,7 @@ def simple_plans(
         precision=settings.precision,
         optimizer=settings.optimizer,
         batch=batch,
+        gradient_dtype=settings.gradient_dtype,
         known=known,
     ).under(
         "none" if settings.recompute == "auto" else settings.recompute, 0 if settings.zero == "auto" else settings.zero

@@ -107,6 +107,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
         {"micro_batches": 4, "precision": "bf16", "recompute": "full"},
         "adamw",
     ),
+    "gradients summed in bfloat16": ({"": replicate()}, {"gradient_dtype": "bf16"}, "adamw"),
+    "stretches of gradients summed in bfloat16": (
+        {"": replicate()},
+        {"zero": 2, "micro_batches": 2, "gradient_dtype": "bf16"},
+        "adamw",
+    ),
     "optimizer states in stretches": ({"": replicate()}, {"zero": 1}, "adamw"),
     "optimizer states in stretches, several micro-batches": (
         {"": replicate()},
@@ -160,6 +166,7 @@ def test_predicted_bytes_are_the_counted_ones(
         plan=plan,
         recompute=options.get("recompute", "none"),
         precision=options.get("precision"),
+        gradient_dtype=options.get("gradient_dtype"),
         state=StateSharding(zero, tuple(options.get("state_shares", ()))) if (zero := options.get("zero")) else None,
         state_on_host=options.get("offload") == "state",
         offload_activations=options.get("offload") == "activations",

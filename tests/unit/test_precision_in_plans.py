@@ -77,6 +77,24 @@ def test_the_search_counts_what_the_compiled_plan_holds_and_takes(name: str, set
         assert choice.plan.prediction_is_current
 
 
+def test_sums_in_bfloat16_take_half_the_bytes_in_the_search_and_in_the_compiled_plan() -> None:
+    loaded = load_model("examples/models/gpt.py:gpt", SIZES | {"vocab": 2048}, device="meta")
+    sent: dict[str | None, list[float]] = {}
+    seconds: dict[str | None, list[float]] = {}
+    for dtype in (None, "bf16"):
+        trial = CandidateCompiler(loaded.model, loaded.batch, name="gpt", options=Options(gradient_dtype=dtype))
+        profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), captured=trial.captured)
+        plans = [stages(layout, profile) for layout in ("data", "pipeline of data")]
+        choices = compare(trial, profile, plans, "fp32", seconds=True, gradient_dtype=dtype)
+        for choice in choices:
+            assert choice.plan.gradient_dtype == dtype and choice.plan.prediction_is_current
+        workloads = [choice.plan.workload for choice in choices]
+        sent[dtype] = [sum(one.bytes for one in found.reductions) for found in workloads if found is not None]
+        seconds[dtype] = [choice.prediction.step_seconds for choice in choices]
+    assert len(sent[None]) == 2 and sent["bf16"] == [num_bytes / 2 for num_bytes in sent[None]]
+    assert all(low < plain for low, plain in zip(seconds["bf16"], seconds[None], strict=True))
+
+
 def test_a_device_without_bfloat16_is_refused() -> None:
     for name in ("T4", "V100-SXM2-32GB"):
         with pytest.raises(UsageError, match=f"{name} has no bfloat16; use fp16"):

@@ -147,6 +147,7 @@ def compare(
     precision: str,
     *,
     seconds: bool = False,
+    gradient_dtype: str | None = None,
 ) -> list[Choice]:
     """Compare what the search counts for some plans with what the compiled ones hold, and take."""
     found = []
@@ -158,8 +159,9 @@ def compare(
             micro_batches=MICRO_BATCHES,
             precision=precision,
             optimizer=trial.optimizer,
+            gradient_dtype=gradient_dtype,
         )
-        choice = PlanWriter(profile, CLUSTER, BATCH, trial).compiled(candidate, trial)
+        choice = PlanWriter(profile, CLUSTER, BATCH, trial, gradient_dtype).compiled(candidate, trial)
         assert choice.compiled, choice.reason
         compiled = {device.rank: device for device in choice.prediction.memory}
         for device in candidate.prediction.memory:

@@ -80,9 +80,9 @@ def dtype_of(precision: str) -> str:
     Raises:
         UsageError: no model runs in that one.
     """
-    from whale.planner.cost.precision import BY_DTYPE
+    from whale.planner.cost.precision import BY_DTYPE, DTYPES
 
-    types = {name: dtype for dtype, name in BY_DTYPE.items()} | {"tf32": "float32"}
+    types = DTYPES | {"tf32": "float32"}
     dtype = precision if precision in BY_DTYPE else types.get(precision)
     if dtype is None:
         raise UsageError(

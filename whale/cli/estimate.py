@@ -16,7 +16,15 @@ import click
 
 from whale.cli.assumptions import assumptions_text, is_given
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, Numbers, note, sharding_of, state_options, verbosity_options
+from whale.cli.options import (
+    AT_LEAST_1,
+    GRADIENT_DTYPE_HELP,
+    Numbers,
+    note,
+    sharding_of,
+    state_options,
+    verbosity_options,
+)
 from whale.errors import UsageError
 from whale.ir.state import LEVELS
 from whale.ir.units import bytes_text
@@ -50,6 +58,7 @@ if TYPE_CHECKING:
     help="Shard norms and dropouts too [if attention is fused].",
 )
 @click.option("--precision", default="bf16", metavar="NAME", help="fp32, tf32, fp16, bf16, fp8 or fp64 [bf16].")
+@click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
 @click.option("--attention", type=click.Choice(["auto", "fused", "unfused"]), default="auto", help="[auto]")
 @click.option(
     "--stack",
@@ -95,6 +104,8 @@ def estimate(
         raise UsageError(f"--stack whale: only other stacks are priced for {beyond[0]}; leave --stack out")
     if (configuration.state_shares or auto_shares) and (beyond or configuration.stack not in (None, "whale")):
         raise UsageError("--state-shares: stacks other than Whale's divide state equally; leave it out")
+    if configuration.gradient_dtype is not None and (beyond or configuration.stack not in (None, "whale")):
+        raise UsageError("--gradient-dtype: other stacks sum gradients in a number type of their own; leave it out")
     if not beyond and configuration.stack is None:
         configuration = replace(configuration, stack="whale")
     if beyond and as_whale:

@@ -18,6 +18,8 @@ MOST = 2**40
 
 PRECISION_HELP = "bf16, fp16: of parallelize(precision=); fp32, tf32, fp64, bfloat16, float16: the model's [as it is]."
 
+GRADIENT_DTYPE_HELP = "Number type of sums of gradients, as of parallelize(gradient_dtype=) [the gradients']."
+
 AT_LEAST_1 = click.IntRange(1, MOST)
 
 

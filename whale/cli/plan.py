@@ -19,7 +19,15 @@ from whale.cli.assumptions import assumptions_text, autocast_of, in_precision, s
 from whale.cli.clusters import load_cluster
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, PRECISION_HELP, note, sharding_of, state_options, verbosity_options
+from whale.cli.options import (
+    AT_LEAST_1,
+    GRADIENT_DTYPE_HELP,
+    PRECISION_HELP,
+    note,
+    sharding_of,
+    state_options,
+    verbosity_options,
+)
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.state import Align, StateSharding
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
 @click.option("--stages", type=AT_LEAST_1, metavar="N", help="Number of stages, without annotations.")
 @click.option("--replicas", type=AT_LEAST_1, metavar="R", help="With --stages: data-parallel pipelines.")
 @click.option("--precision", metavar="NAME", help=PRECISION_HELP)
+@click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
 @click.option(
     "--recompute",
     type=click.Choice((*RECOMPUTES, "auto")),
@@ -69,6 +78,7 @@ def plan(
     stages: int | None,
     replicas: int | None,
     precision: str | None,
+    gradient_dtype: str | None,
     recompute: Recompute | Literal["auto"] | None,
     zero: int | Literal["auto"] | None,
     state_shares: tuple[float, ...] | Literal["auto"] | None,
@@ -110,9 +120,8 @@ def plan(
             if given:
                 raise UsageError(f"{option} is for --model")
         state = _of_level(zero, state_shares, state_align)
-        choice = _of_profile(
-            profile, cluster, batch_size, micro_batches, schedule, stages or 1, replicas, recompute, state
-        )
+        size = (batch_size, micro_batches, schedule, stages or 1, replicas)
+        choice = _of_profile(profile, cluster, *size, recompute, state, gradient_dtype)
         _show(choice.plan, choice.prediction, choice.candidate.workload, cluster, output, as_json)
         return
     state = sharding_of(zero, state_shares, state_align)
@@ -188,6 +197,7 @@ def plan(
             micro_batches=micro_batches,
             schedule=schedule,
             precision=autocast,
+            gradient_dtype=gradient_dtype,
             recompute="none" if recompute is None or recompute == "auto" else recompute,
             state=None if zero == "auto" else state,
         ),
@@ -216,6 +226,7 @@ def _of_profile(
     replicas: int | None,
     recompute: Recompute | Literal["auto"] | None,
     state: StateSharding | None,
+    gradient_dtype: str | None,
 ) -> Choice:
     """The plan of a profile alone, which has no annotations."""
     from whale.commands.searching import plan_pipeline
@@ -234,6 +245,7 @@ def _of_profile(
         schedule=schedule,
         recompute=recompute or "none",
         state=state,
+        gradient_dtype=gradient_dtype,
     )
 
 

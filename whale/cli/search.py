@@ -30,7 +30,16 @@ from whale.cli.clusters import load_cluster
 from whale.cli.collecting import seldom_collecting
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, MOST, PRECISION_HELP, Numbers, note, state_options, verbosity_options
+from whale.cli.options import (
+    AT_LEAST_1,
+    GRADIENT_DTYPE_HELP,
+    MOST,
+    PRECISION_HELP,
+    Numbers,
+    note,
+    state_options,
+    verbosity_options,
+)
 from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.state import Align
@@ -67,6 +76,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--schedule", "schedules", multiple=True, metavar="NAME", help="Allowed schedule; repeatable [1f1b].")
 @click.option("--max-stages", type=AT_LEAST_1, metavar="N", help="Maximum number of stages.")
 @click.option("--precision", metavar="NAME", help=PRECISION_HELP)
+@click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
 @click.option(
     "--recompute",
     type=click.Choice(("auto", *RECOMPUTES)),
@@ -104,6 +114,7 @@ def search(
     schedules: tuple[str, ...],
     max_stages: int | None,
     precision: str | None,
+    gradient_dtype: str | None,
     recompute: Recompute | Literal["auto"],
     zero: Any,
     state_align: Align | None,
@@ -153,6 +164,7 @@ def search(
         recompute=recompute,
         zero=zero,
         state_align=state_align or "row",
+        gradient_dtype=gradient_dtype,
         thorough=thorough,
         seed=seed,
         top=top,
@@ -173,7 +185,7 @@ def search(
     if spec is not None:
         loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
         rules = recompute not in ("auto", "none")
-        model = _Model.of(loaded, profile, cluster, precision, optimizer, annotations, rules=rules)
+        model = _Model.of(loaded, profile, cluster, precision, optimizer, annotations, gradient_dtype, rules=rules)
         profile = model.profile
     assert profile is not None
     autocast_of(precision, profile)
@@ -271,6 +283,7 @@ class _Model:
         precision: str | None,
         optimizer: Any,
         annotations: Sequence[str],
+        gradient_dtype: str | None,
         *,
         rules: bool,
     ) -> _Model:
@@ -291,7 +304,7 @@ class _Model:
             loaded.batch,
             name=loaded.name,
             optimizer=optimizer,
-            options=Options(precision=autocast),
+            options=Options(precision=autocast, gradient_dtype=gradient_dtype),
             precision="tf32" if precision == "tf32" else None,
         )
         inputs = search_inputs(trial, loaded.batch, cluster, scopes=scopes, profile=profile, rules=rules)

@@ -38,6 +38,7 @@ EXIT_NOT_EQUAL = 1
 @click.option("--replicas", is_flag=True, help="Train some steps, and compare the copies of parameters to the bit.")
 @click.option("--steps", type=AT_LEAST_1, metavar="N", help="Steps of --replicas [20].")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="As of parallelize [the plan's].")
+@click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="As of parallelize [the plan's].")
 @click.option("--recompute", type=click.Choice(("auto", *RECOMPUTES)), help="As of parallelize [the plan's].")
 @state_options(None, "the plan's, else 0")
 @click.option("--offload", type=click.Choice(["state", "activations"]), multiple=True, help="As of parallelize.")

@@ -104,6 +104,7 @@ def automatic_plan(
             recompute=recompute,
             zero=zero,
             state_align=state_align,
+            gradient_dtype=options.gradient_dtype,
             fixed=inputs.fixed,
         )
         found = search_plans(

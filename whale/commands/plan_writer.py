@@ -74,12 +74,14 @@ class PlanWriter:
         cluster: the devices.
         batch: rows of the global batch.
         trial: the model; None: there is only the profile.
+        gradient_dtype: in which gradients are summed; None: in their own.
     """
 
     profile: ModelProfile
     cluster: Cluster
     batch: int
     trial: Trial | None
+    gradient_dtype: str | None = None
 
     def unwritten(self, candidate: Candidate) -> Plan:
         """The ranks and axes alone, for an annotated model."""
@@ -102,10 +104,12 @@ class PlanWriter:
         return Choice(candidate=candidate, plan=self._in_precision(plan))
 
     def _in_precision(self, plan: Plan) -> Plan:
-        """The plan with the precision of ``torch.autocast`` under which the model was captured, if it was."""
-        if not self.profile.autocast:
+        """The plan with the precision of ``torch.autocast`` under which the model was captured, if it was, and the
+        number type of its sums."""
+        update = {"precision": self.profile.autocast or None, "gradient_dtype": self.gradient_dtype}
+        if not any(update.values()):
             return plan
-        said = plan.model_copy(update={"precision": self.profile.autocast})
+        said = plan.model_copy(update=update)
         return said if plan.prediction is None else said.with_prediction(plan.prediction, plan.workload)
 
     def compiled(self, candidate: Candidate, trial: Trial) -> Choice:

@@ -149,6 +149,7 @@ def make_plan(
         micro_batches=options.micro_batches,
         schedule=options.schedule,
         precision=options.precision,  # type: ignore[arg-type]
+        gradient_dtype=options.gradient_dtype,  # type: ignore[arg-type]
         annotations={key: tuple(texts) for key, texts in (annotations or {}).items()},
         stages=tuple(_even(first, stage) for stage in first.stages),
     )

@@ -135,7 +135,7 @@ def search_plans(
         _require_priced(settings)
         options: dict[str, Any] = {"settings": settings, "progress": progress, "stop": stop, "known": known}
         found = search(profile, cluster, batch=batch, **options, with_rules=ruled)
-        writer = PlanWriter(profile, cluster, batch, None)
+        writer = PlanWriter(profile, cluster, batch, None, settings.gradient_dtype)
         return Searched(choices=tuple(writer.written(one) for one in found.candidates), refused=(), found=found)
     fitting: list[float] = []
 
@@ -150,7 +150,7 @@ def search_plans(
     priced = [schedule for schedule in settings.schedules if schedule in PRICED]
     base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
     wanted = replace(settings, top=settings.top + RESERVE)
-    writer = PlanWriter(profile, cluster, batch, trial)
+    writer = PlanWriter(profile, cluster, batch, trial, settings.gradient_dtype)
     limit = settings.time_limit
     tried = CompiledCandidates(writer, trial, base, begin + limit, limit, stop, processes)
 
@@ -230,6 +230,7 @@ def plan_pipeline(
     schedule: str = "1f1b",
     recompute: Recompute = "none",
     state: StateSharding | None = None,
+    gradient_dtype: str | None = None,
 ) -> Choice:
     """The plan of a pipeline of a given size for a profile alone: layers and rows by speed, nothing searched.
 
@@ -245,6 +246,7 @@ def plan_pipeline(
         schedule: ``gpipe`` or ``1f1b``.
         recompute: what backwards of all stages compute again.
         state: how replicas of all stages divide their state; shares are of each replica.
+        gradient_dtype: in which gradients are summed; None: in their own.
 
     Raises:
         UsageError: the numbers do not fit the cluster, the batch or the profile.
@@ -254,7 +256,7 @@ def plan_pipeline(
     settings.check(batch)
     _require_priced(settings)
     precision = profile.autocast or BY_DTYPE.get(profile.precision, "fp32")
-    prices = CostModel.of(profile, cluster, precision=precision, batch=batch)
+    prices = CostModel.of(profile, cluster, precision=precision, batch=batch, gradient_dtype=gradient_dtype)
     if 1 not in prices.tensor_degrees:
         known = ", ".join(map(str, prices.tensor_degrees)) or "none"
         raise UsageError(
@@ -295,7 +297,7 @@ def plan_pipeline(
         raise InfeasibleError(
             advised(f"the plan {lacking}", cures, otherwise="use more stages, or let whale search find what fits")
         )
-    return PlanWriter(profile, cluster, batch, None).written(candidate)
+    return PlanWriter(profile, cluster, batch, None, gradient_dtype).written(candidate)
 
 
 def _pipeline(

@@ -82,6 +82,7 @@ def assemble(
             early=early[spec.index],
             unit=units[spec.index] if spec.bounds else None,
             each=spec.each,
+            dtype=getattr(torch, spec.dtype) if spec.dtype else None,
         )
         for spec, names in step.buckets
     ]

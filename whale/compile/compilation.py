@@ -59,7 +59,8 @@ class Compilation:
 
     ``rows`` are the units of the batch in each micro-batch; ``warnings`` what the user should know of it;
     ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``units`` the buckets of which
-    ranks own stretches; ``offloads_activations`` says that forwards keep on the host what their backwards read.
+    ranks own stretches; ``offloads_activations`` says that forwards keep on the host what their backwards read;
+    ``gradient_dtype`` is that in which gradients are summed, if it is not their own.
     """
 
     traced: Traced
@@ -78,6 +79,7 @@ class Compilation:
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
     units: tuple[Unit, ...] = ()
     offloads_activations: bool = False
+    gradient_dtype: str = ""
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
 
     @property

@@ -30,6 +30,7 @@ from whale.ir.state import StateSharding
 from whale.ir.strategy import Recompute, ScopePath, Strategy
 from whale.planner.assignment.assign import Assignment, StageRequest, place, place_interleaved
 from whale.planner.assignment.from_plan import place_as_planned
+from whale.planner.cost.precision import DTYPES
 from whale.planner.schedules.orders import schedule_order
 from whale.planner.simulation.simulate import check_workload, p2p_seconds, task_seconds
 from whale.runtime.engine import Shard
@@ -46,7 +47,8 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
-    ``precision`` is that of ``torch.autocast`` under which it computes. ``recompute`` says what backwards
+    ``precision`` is that of ``torch.autocast`` under which it computes, ``gradient_dtype`` that in which gradients are
+    summed. ``recompute`` says what backwards
     compute again, of all stages or of each, where neither the plan nor an annotation says it. ``compile`` asks for
     compiled kernels; ``local_rows`` says that ranks bring their own rows of a batch alone, ``offload_activations`` that
     forwards keep on the host what backwards read. ``state`` divides parameters, gradients and optimizer states, of all
@@ -62,6 +64,7 @@ class Options:
     prefer: str = "consecutive"
     promote: bool = False
     precision: str | None = None
+    gradient_dtype: str | None = None
     recompute: Recompute | tuple[Recompute, ...] = "none"
     compile: bool = False
     local_rows: bool = False
@@ -128,7 +131,8 @@ def compile_traced(
     specs = tuple(StageSpec(index=s.index, ranks=s.mesh.ranks) for s in stages)
     sets = tuple(frozenset(stage.mesh.ranks) for stage in stages)
     order = schedule_order(options.schedule, len(stages), len(rows), sets, *_times(options.plan, len(stages)))
-    reduces, bucket_parameters = sums_of_gradients(captured, stages, rows, cluster)
+    gradient_dtype = DTYPES.get(options.gradient_dtype or "", "")
+    reduces, bucket_parameters = sums_of_gradients(captured, stages, rows, cluster, gradient_dtype)
     found = Compilation(
         traced=traced,
         cluster=cluster,
@@ -144,6 +148,7 @@ def compile_traced(
         warnings=tuple(_warnings(assignment, options, report, captured)),
         rank_specs=specs,
         offloads_activations=options.offload_activations,
+        gradient_dtype=gradient_dtype,
     )
     if stored is None:
         units = _units_of(found)

@@ -86,7 +86,7 @@ class _Part(NamedTuple):
 
 
 def sums_of_gradients(
-    captured: Captured, stages: Sequence[PlacedStage], rows: Sequence[int], cluster: Cluster
+    captured: Captured, stages: Sequence[PlacedStage], rows: Sequence[int], cluster: Cluster, dtype: str = ""
 ) -> tuple[tuple[ReduceSpec, ...], tuple[tuple[str, ...], ...]]:
     """The gradient reductions: over replicas of a stage, and over stages that share a parameter.
 
@@ -95,6 +95,7 @@ def sums_of_gradients(
         stages: all of it; what several share is divided if each of them divides its state.
         rows: of the batch in each micro-batch.
         cluster: whose links say how large buckets are.
+        dtype: in which real gradients are summed; by default their own.
 
     Returns:
         the buckets in the order of their launches, and the names of the parameters in each.
@@ -117,7 +118,7 @@ def sums_of_gradients(
             for copies, ranks in _owners(stage, placements, known):
                 region = stage.layout.intervals(value, placements, (0, *stage.mesh.coordinates(ranks[0])))
                 ranks_of.setdefault((region, copies), []).extend(ranks)
-        dtype = value_tensor(entries[0][1]).dtype
+        own = value_tensor(entries[0][1]).dtype
         regions = [region for region, _ in ranks_of]
         for (region, _), ranks in ranks_of.items():
             together = tuple(sorted(set(ranks)))
@@ -125,7 +126,7 @@ def sums_of_gradients(
                 # Ranks that sum equal gradients apart, as of a norm beside split matrices, divide them alike if their
                 # buckets have nothing else.
                 apart = all(stage.state for stage, _ in entries) and regions.count(region) > 1
-                groups.setdefault((together, sharing, apart), []).append(_Part(name, region_shape(region), dtype))
+                groups.setdefault((together, sharing, apart), []).append(_Part(name, region_shape(region), own))
     specs: list[ReduceSpec] = []
     names: list[tuple[str, ...]] = []
     buckets: dict[tuple[int, tuple[_Part, ...]], list[tuple[str, ...]]] = {}
@@ -134,8 +135,8 @@ def sums_of_gradients(
     # What stages share is ready when the last backward of its first reader is done, embeddings at the end of it:
     # launched first they would keep that stage's own buckets from overlapping that backward.
     for (together, sharing, _), parts in sorted(groups.items(), key=lambda item: len(item[0][1]) > 1):
-        own = [stage for stage in stages if stage.index in sharing]
-        is_divided = all(stage.state for stage in own)
+        readers_of = [stage for stage in stages if stage.index in sharing]
+        is_divided = all(stage.state for stage in readers_of)
         links = topology.shape(together), is_divided
         if links not in capacities:
             capacities[links] = bucket_bytes(topology, together, divided=is_divided)
@@ -144,8 +145,12 @@ def sums_of_gradients(
             buckets[key] = _bucketized(parts, capacities[links])
         divided = [dict[str, Any]() for _ in buckets[key]]
         if is_divided:
-            divided = _divided(parts, buckets[key], together, own, len(rows))
+            divided = _divided(parts, buckets[key], together, readers_of, len(rows))
+        dtypes = {part.name: part.dtype for part in parts}
         for bucket, options in zip(buckets[key], divided, strict=True):
+            given = dtypes[bucket[0]]
+            is_other = len(together) > 1 and given.is_floating_point and dtype != str(given).removeprefix("torch.")
+            options["dtype"] = dtype if is_other else ""
             specs.append(ReduceSpec(index=len(specs), ranks=together, stages=sharing, **options))
             names.append(bucket)
     return tuple(specs), tuple(names)

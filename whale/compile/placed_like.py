@@ -41,7 +41,9 @@ def placed_like(compilation: Compilation, traced: Traced, rows: Sequence[int]) -
         stages = tuple(move.stage(stage, rows) for stage in compilation.stages)
     except (LookupError, UsageError):
         return None
-    reduces, bucket_parameters = sums_of_gradients(traced.captured, stages, rows, compilation.cluster)
+    reduces, bucket_parameters = sums_of_gradients(
+        traced.captured, stages, rows, compilation.cluster, compilation.gradient_dtype
+    )
     return replace(
         compilation,
         traced=traced,

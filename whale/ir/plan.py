@@ -93,7 +93,10 @@ Share = int | float
 Autocast = Literal["fp32", "bf16", "fp16"]
 """The precisions of ``parallelize``."""
 
-_LATER = frozenset(("precision", "recompute", "state"))
+GradientDtype = Literal["fp32", "bf16", "fp16"]
+"""The number types in which ranks may sum gradients."""
+
+_LATER = frozenset(("gradient_dtype", "precision", "recompute", "state"))
 """Fields that plans did not have at first: where they say nothing, a plan has the digest that it had without them."""
 
 
@@ -264,6 +267,7 @@ class Plan(FileRecord):
         micro_batches: parts of the batch that a pipeline works on at a time; see `micro_batch_rows`.
         schedule: as ``parallelize`` takes it.
         precision: as ``parallelize`` takes it; None: as that says.
+        gradient_dtype: as ``parallelize`` takes it; None: as that says.
         annotations: for an unmodified model, by module path as ``whale.annotate`` takes them; each strategy is written
             as ``"split(4)"``, several from outer to inner as a list. Empty: the model is annotated.
         stages: of the pipeline, in order; empty: the annotations decide.
@@ -280,6 +284,7 @@ class Plan(FileRecord):
     micro_batches: Annotated[int, Field(ge=1, le=2**40)] = 1
     schedule: Schedule = "1f1b"
     precision: Autocast | None = None
+    gradient_dtype: GradientDtype | None = None
     annotations: dict[Annotated[str, AfterValidator(_check_key)], Strategies] = Field(default_factory=dict)
     stages: Annotated[tuple[PlanStage, ...], Field(strict=False)] = ()
     assumptions: Annotated[tuple[Annotated[str, StringConstraints(max_length=400)], ...], Field(strict=False)] = ()
@@ -406,18 +411,20 @@ class Plan(FileRecord):
         micro_batches: int | None,
         schedule: str | None,
         precision: str | None = None,
+        gradient_dtype: str | None = None,
         recompute: str | None = None,
         zero: int | None = None,
         state_shares: Sequence[float] | str | None = None,
         state_align: str | None = None,
     ) -> None:
-        """Refuse arguments that contradict the plan. Where it leaves the precision, or the rule or the state of a stage
-        open, any does; and ``"auto"`` is what it says, where it says something."""
+        """Refuse arguments that contradict the plan. Where it leaves the precision, the dtype of sums, or the rule or
+        the state of a stage open, any does; and ``"auto"`` is what it says, where it says something."""
         rules = [(f"stages.{index}.recompute", stage.recompute) for index, stage in enumerate(self.stages)]
         for name, given, field, planned in (
             ("micro_batches", micro_batches, "micro_batches", self.micro_batches),
             ("schedule", schedule, "schedule", self.schedule),
             ("precision", precision, "precision", self.precision),
+            ("gradient_dtype", gradient_dtype, "gradient_dtype", self.gradient_dtype),
             *(("recompute", None if recompute == "auto" else recompute, *rule) for rule in rules),
             *self._states(zero, state_shares, state_align),
         ):

@@ -131,6 +131,7 @@ class ReduceSpec:
             last, if each rank owns a stretch of parameters, gradients and optimizer states; () if all have all.
         gathers: when its parameters are gathered from the stretches.
         each: whether the gradients of each micro-batch are summed when they are made.
+        dtype: the number type in which ranks exchange the gradients and sum them, if it is another than theirs.
     """
 
     index: int
@@ -139,6 +140,7 @@ class ReduceSpec:
     bounds: tuple[int, ...] = ()
     gathers: Gathers = "step"
     each: bool = False
+    dtype: str = ""
 
 
 class Compute(NamedTuple):

@@ -18,11 +18,11 @@ import torch
 from whale.compile.compilation import Compilation
 from whale.compile.rank_step import rank_step
 from whale.ir.check import CollectiveCall
-from whale.ir.program import Send, box_size
+from whale.ir.program import ReduceSpec, Send, box_size
 from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import dry_run
 
-__all__ = ["Message", "bucket_bytes", "call_bytes", "traffic"]
+__all__ = ["Message", "bucket_bytes", "call_bytes", "summed_bytes", "traffic"]
 
 Purpose = Literal["forward", "backward", "gradients", "parameters"]
 
@@ -84,7 +84,8 @@ def traffic(compilation: Compilation, rank: int, clock: RNGPosition | None = Non
     for spec, size in zip(compilation.reduces, bucket_bytes(compilation), strict=True):
         if rank in spec.ranks:
             op = "reduce_scatter" if spec.bounds else "all_reduce"
-            found["gradients", op, spec.ranks, size] += len(compilation.rows) if spec.each else 1
+            summed = summed_bytes(compilation, spec, size)
+            found["gradients", op, spec.ranks, summed] += len(compilation.rows) if spec.each else 1
             gathers[spec.index] += spec in compilation.gathers
             if gathers[spec.index]:
                 found["parameters", "all_gather", spec.ranks, size] += gathers[spec.index]
@@ -112,6 +113,15 @@ def _gathers(compilation: Compilation, rank: int, clock: RNGPosition | None) -> 
                     if node.op == "call_method" and node.target == "start":
                         found[int(node.args[0].name.removeprefix("unit_").split("_")[0])] += 1
     return found
+
+
+def summed_bytes(compilation: Compilation, spec: ReduceSpec, size: int) -> int:
+    """The size of a bucket of gradients of *size* bytes as ranks exchange it."""
+    if not spec.dtype:
+        return size
+    name = compilation.bucket_parameters[spec.index][0]
+    own = compilation.local_parameters(spec.ranks[0])[name].dtype
+    return size // own.itemsize * _element_bytes(spec.dtype)
 
 
 def bucket_bytes(compilation: Compilation) -> list[int]:

@@ -27,7 +27,7 @@ from whale.planner.network.curves import moving_seconds
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers
 from whale.predict.peak_memory import PeakMemory
-from whale.predict.traffic import bucket_bytes, call_bytes
+from whale.predict.traffic import bucket_bytes, call_bytes, summed_bytes
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["Backward", "workload_of"]
@@ -296,6 +296,7 @@ def _reductions(
         if spec.each and last[spec.ranks, spec.stages] != spec.index:
             continue
         num_alike = _num_alike(compilation, spec)
+        size = summed_bytes(compilation, spec, size)
         cost = costs.collective_cost("all_reduce", spec.ranks, size, num_alike)
         seconds = cost.seconds
         if spec.bounds:
@@ -408,7 +409,8 @@ class _Divided:
             if spec.bounds:
                 num_alike = _num_alike(compilation, spec)
                 gather = costs.collective("all_gather", spec.ranks, size, num_alike)
-                reduce = costs.collective(_scattered_by(costs, spec), spec.ranks, size, num_alike)
+                summed = summed_bytes(compilation, spec, size)
+                reduce = costs.collective(_scattered_by(costs, spec), spec.ranks, summed, num_alike)
                 buckets.append(_Bucket(spec, names, size, gather, reduce if spec.each else 0.0))
                 stretches = zip(spec.ranks, pairwise(spec.bounds), strict=True)
                 own = {rank: (last - first) / max(1, spec.bounds[-1]) for rank, (first, last) in stretches}

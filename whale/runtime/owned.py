@@ -355,7 +355,8 @@ class HeldUnit:
             self.wait_for(scattered.work, "the sum of gradients")
         found = scattered.received
         if self.device.type == "cpu" and len(self._sizes) > 1:
-            found = found.view(len(self._sizes), len(self.own)).sum(0)
+            found = found.view(len(self._sizes), len(self.own)).sum(0, dtype=self.unit.dtype)
+        found = found.to(self.unit.dtype)
         return self._on_host(len(found)).copy_(found, non_blocking=True) if self.unit.on_host else found
 
     def added(self, sum: Tensor | None, other: Tensor) -> Tensor:

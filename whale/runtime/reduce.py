@@ -48,6 +48,7 @@ class Bucket:
         unit: holds the stretches in which ranks own the parameters, which are then slots for their gradients; None if
             every rank has all of them.
         each: whether it is summed in every backward of its stage, and not in the last alone.
+        dtype: in which ranks exchange gradients and sum them; None: their own.
     """
 
     index: int
@@ -58,6 +59,11 @@ class Bucket:
     early: bool = True
     unit: HeldUnit | None = None
     each: bool = False
+    dtype: torch.dtype | None = None
+
+    def exchanged(self, total: Tensor) -> Tensor:
+        """A vector of gradients, as ranks exchange it."""
+        return total if self.dtype is None else total.to(self.dtype)
 
 
 @dataclass(eq=False)
@@ -69,6 +75,7 @@ class _Pending:
     ready: set[Holder] = field(default_factory=set)
     total: Tensor | None = None  # the gradients of all parameters, one after the other
     places: dict[Holder, Tensor] = field(default_factory=dict)  # of each gradient in it
+    exchanged: Tensor | None = None  # the same in the dtype of the sum, if it is another
     work: dist.Work | None = None
     own: Tensor | None = None  # sum of this rank's stretch of a unit
 
@@ -102,6 +109,7 @@ class Reducer:
         self._of: dict[Holder, _Pending] = {}
         self._before: dict[Holder, Tensor] = {}
         self._flying: deque[tuple[_Pending, Scattered]] = deque()
+        self._flying_apart: deque[_Pending] = deque()  # whose gradients are exchanged in another dtype
         self.sums_each = any(bucket.each for bucket in buckets)
         seen: set[Holder] = set()
         for bucket in self.buckets:
@@ -188,18 +196,29 @@ class Reducer:
             left = [pending.bucket.index for pending in self._pending[self._next :]]
             raise ScheduleError(f"the step ended before buckets {left} were reduced")
         self._land(0)
+        self._flying_apart.clear()
         for pending in self._pending:
             bucket = pending.bucket
             if bucket.unit is not None and pending.own is not None:
                 bucket.unit.add_gradients(pending.own)
-            if pending.work is not None:
-                what = f"the sum of gradient bucket {bucket.index} over ranks {list(bucket.ranks)}"
-                with named(range_names.WAIT + range_names.BUCKET_SUM, bucket.index):
-                    self._failures.wait(pending.work, what, bucket.ranks, blocking=not bucket.parameters[0].is_cuda)
+            self._wait(pending)
             self._write(pending)
         self._pending = []
         self._of.clear()
         self._before.clear()
+
+    def _wait(self, pending: _Pending) -> None:
+        """Wait for the sum of a bucket."""
+        bucket = pending.bucket
+        if pending.work is None:
+            return
+        what = f"the sum of gradient bucket {bucket.index} over ranks {list(bucket.ranks)}"
+        with named(range_names.WAIT + range_names.BUCKET_SUM, bucket.index):
+            self._failures.wait(pending.work, what, bucket.ranks, blocking=not bucket.parameters[0].is_cuda)
+        pending.work = None
+        if pending.exchanged is not None and pending.total is not None:
+            pending.total.copy_(pending.exchanged)
+            pending.exchanged = None
 
     def _write(self, pending: _Pending) -> None:
         """Write sums to the gradients that were there before the step, where they are not there yet."""
@@ -275,7 +294,7 @@ class Reducer:
                 self._sum(pending)
                 return
             self._land(1)
-            self._flying.append((pending, bucket.unit.scatter(self._take(pending))))
+            self._flying.append((pending, bucket.unit.scatter(bucket.exchanged(self._take(pending)))))
 
     def _land(self, most: int) -> None:
         """Wait for sums of stretches until at most *most* are in flight: each holds the gradients of a whole unit."""
@@ -295,6 +314,11 @@ class Reducer:
 
     def _sum(self, pending: _Pending) -> None:
         total, group = self._total(pending), pending.bucket.group
+        if pending.bucket.dtype is not None:
+            while len(self._flying_apart) > 1:  # each holds its gradients twice
+                self._wait(self._flying_apart.popleft())
+            self._flying_apart.append(pending)
+            total = pending.exchanged = pending.bucket.exchanged(total)
         pending.work = self._transport.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
     def _total(self, pending: _Pending) -> Tensor:
