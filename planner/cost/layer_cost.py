@@ -22,6 +22,7 @@ from whale.planner.cost.layers import LayerSeconds, forward_flops, layer_seconds
 from whale.planner.cost.memory import (
     Largest,
     StateBytes,
+    cast_bytes,
     gradient_bytes,
     kept_bytes,
     run_kept_bytes,
@@ -241,6 +242,15 @@ class LayerCosts:
     def kept(self, kind: int, type_: DeviceType, degrees: Degrees, rows: float) -> float:
         """Bytes that a micro-batch of *rows* rows on a device saves of a layer for its backward."""
         return self._amounts(kind, type_, degrees)[0](rows)
+
+    def casts(self, layers: Iterable[int], degrees: Degrees) -> float:
+        """Bytes of casts of parameters in what micro-batches save of *layers*: these share them, as Whale runs them,
+        unless backwards make them again."""
+        if not self.runs or self.stack.recompute != "none":
+            return 0.0
+        how: dict[str, Any] = {"tensor_degree": degrees[0], "expert_degree": degrees[1], "precision": self.precision}
+        kinds = Counter(map(self.profile.layers.__getitem__, layers))
+        return sum(count * cast_bytes(self.profile.kinds[kind], **how) for kind, count in kinds.items())
 
     def working(self, kind: int, type_: DeviceType, degrees: Degrees, rows: float) -> float:
         """Bytes that a layer needs beside them while it runs."""

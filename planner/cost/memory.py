@@ -28,6 +28,7 @@ __all__ = [
     "SUMMED_BYTES",
     "Largest",
     "StateBytes",
+    "cast_bytes",
     "communicator_bytes",
     "framework_bytes",
     "gradient_bytes",
@@ -382,6 +383,16 @@ def run_kept_bytes(
         return _bytes(ruled.kept, precision.element_bytes)
     sizes = [_bytes(value.size, precision.element_bytes) for value in variant.saved]
     return Affine(sum(size.fixed for size in sizes), sum(size.per_row for size in sizes))
+
+
+def cast_bytes(kind: LayerKind, *, tensor_degree: int, expert_degree: int, precision: Precision) -> float:
+    """Bytes of the casts of a layer's parameters among its saved activations, which all micro-batches share as Whale
+    runs them."""
+    if not kind.variants or not precision.autocast:
+        return 0.0
+    saved = variant_of(kind, tensor_degree, expert_degree).saved
+    sizes = [_bytes(value.size, precision.element_bytes) for value in saved if value.origin == "_to_copy"]
+    return sum(size.fixed for size in sizes if not size.per_row)
 
 
 def _under(variant: LayerVariant, recompute: Recompute) -> RuleCosts | None:

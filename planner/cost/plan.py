@@ -619,10 +619,19 @@ class PlanCost:
 
     def _kept(self, own: tuple[int, ...], place: int) -> int:
         """Bytes that ranks which run the stages *own* save at a time for backwards."""
-        depth, sizes = len(self.stages), [round(self.costs[index][place].kept) for index in own]
+        depth, shared = len(self.stages), [self._casts(index) for index in own]
+        sizes = [round(self.costs[index][place].kept - casts) for index, casts in zip(own, shared, strict=True)]
         if len(own) == 1:
-            return in_flight(self.schedule, depth, own[0], self.micro_batches) * sizes[0]
-        return peak_kept(self.schedule, self._sets, self.micro_batches, dict(zip(own, sizes, strict=True)))
+            return in_flight(self.schedule, depth, own[0], self.micro_batches) * sizes[0] + round(shared[0])
+        most = peak_kept(self.schedule, self._sets, self.micro_batches, dict(zip(own, sizes, strict=True)))
+        return most + round(sum(shared))
+
+    def _casts(self, index: int) -> float:
+        """Bytes of casts of parameters that the micro-batches of a stage share."""
+        stage = self.stages[index]
+        if stage.level:  # they are cast where they are gathered
+            return 0.0
+        return self.prices.under(stage.recompute).casts(stage.layers, (stage.tensor, stage.expert))
 
     @cached_property
     def _sets(self) -> tuple[frozenset[int], ...]:

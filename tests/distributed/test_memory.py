@@ -107,6 +107,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
         {"micro_batches": 4, "precision": "bf16", "recompute": "full"},
         "adamw",
     ),
+    "a pipeline in bfloat16": (STAGES, {"micro_batches": 4, "precision": "bf16"}, "adamw"),
     "gradients summed in bfloat16": ({"": replicate()}, {"gradient_dtype": "bf16"}, "adamw"),
     "stretches of gradients summed in bfloat16": (
         {"": replicate()},

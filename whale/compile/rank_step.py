@@ -16,6 +16,7 @@ from whale.runtime.local_program import LocalProgram, ShapeAndDtype
 from whale.runtime.outputs import Outputs, Piece
 from whale.runtime.owned import Unit
 from whale.runtime.random import RNGPosition
+from whale.strategies.casts import cast_once
 from whale.strategies.derivatives import with_derivatives
 from whale.strategies.gathering import gathered
 from whale.strategies.lowering import nothing_of
@@ -122,6 +123,8 @@ def rank_step(
         programs = compilation.local_programs(stage, rank, seeded)
         if device is not None and captured.has_loss:
             programs = with_derivatives(captured, stage, rank, programs, device, in_parts=in_parts, layouts=layouts)
+        if device is not None:
+            programs = cast_once(programs, {name for unit in units for name in unit.names})
         if units and device is not None:
             programs = gathered(programs, units)
         if compilation.offloads_activations and device is not None:

@@ -40,6 +40,7 @@ from whale.runtime.host import copied_by
 from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Reducer
+from whale.strategies.casts import cast_once, casts_parameters
 from whale.strategies.derivatives import with_derivatives
 from whale.strategies.dry_run import TaskCalls, WithoutData
 from whale.strategies.folding import Fold
@@ -264,7 +265,8 @@ def _splits(program: Program) -> bool:
 def _runs_graphs(compilation: Compilation, program: Program) -> bool:
     """Whether a dry run needs the graphs of backwards: autograd keeps other values."""
     is_kept = not compilation.computes_again and not compilation.offloads_activations
-    return _splits(program) or not is_kept or bool(compilation.units)
+    casts = len(compilation.rows) > 1 and casts_parameters(compilation.captured)
+    return _splits(program) or not is_kept or casts or bool(compilation.units)
 
 
 def _program(compilation: Compilation, rank: int, schedule: str) -> Program:
@@ -437,6 +439,7 @@ class _Trial:
             own = [programs[id(one)] for one in stage.programs]
             where, cpu = (placed[stage.index], self.rank), torch.device("cpu")
             own = with_derivatives(self.compilation.captured, *where, own, cpu, in_parts=_splits(program))
+            own = cast_once(own, {name for unit in data.units for name in unit.names})
             own = gathered(own, data.units)
             if self.compilation.offloads_activations:
                 own = offloaded(own)

@@ -36,8 +36,9 @@ Source = tuple[str, Any]
 """Source of a placeholder's tensor: ("parameter", name), ("buffer", name), ("constant", name), ("input", (leaf,
 intervals)), ("received", position), (level, position) for an earlier graph's output, ("sum", number) for a sum over the
 rows of all ranks, or ("rows" | "columns", (intervals, shape)) for numbers of a part's elements in a whole tensor of
-this shape. A ("unit", bucket) is no tensor but holds parameters of which this rank owns a stretch; a ("gathered", name)
-is one of them, which the graph gets from there."""
+this shape. A ("cast", (name, dtype)) is a parameter in another dtype, made once a step. A ("unit", bucket) is no tensor
+but holds parameters of which this rank owns a stretch; a ("gathered", name) is one of them, which the graph gets from
+there."""
 
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
@@ -114,6 +115,7 @@ class LocalStage:
         self._tensors = tensors
         self._constants: dict[int, tuple[Tensor, ...]] = {}
         self._steps: dict[int, tuple[Tensor, ...]] = {}
+        self._casts: dict[tuple[str, torch.dtype], Tensor] = {}
         self._known: dict[int, tuple[list[Any], list[tuple[int, str, Any]]]] = {}
         self._numbers: dict[tuple[str, Any], Tensor] = {}
         self._batch: Mapping[str, Any] = {}
@@ -133,6 +135,8 @@ class LocalStage:
         *sums* over rows: drop state of the last one."""
         self._batch, self._sums = batch, sums
         self._steps.clear()
+        for name, dtype in self._cast_names:
+            self._casts[name, dtype] = self._tensors["parameter", name].detach().to(dtype)
 
     def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the micro-batch graph; new buffer values are stored when the step ends, the rest is returned."""
@@ -273,6 +277,13 @@ class LocalStage:
                 self._tensors["buffer", name].copy_(value)
         self._changed = {}
         self._steps.clear()
+        self._casts.clear()
+
+    @cached_property
+    def _cast_names(self) -> tuple[tuple[str, torch.dtype], ...]:
+        """The parameters of which graphs read casts that are made once a step, and their dtypes."""
+        graphs = [program.micro_batch for program in self.programs]
+        return tuple(dict.fromkeys(what for graph in graphs for kind, what in graph.sources if kind == "cast"))
 
     def _arguments(
         self, program: LocalProgram, received: tuple[Tensor, ...], graph: LocalGraph | None = None
@@ -290,6 +301,8 @@ class LocalStage:
                 leaf, intervals = what
                 held = self._batch[leaf]
                 arguments[position] = part(held, intervals) if isinstance(held, Tensor) else held.part(intervals)
+            elif kind == "cast":
+                arguments[position] = self._casts[what]
             elif kind == "sum":
                 arguments[position] = self._sums[what]
             else:
@@ -301,7 +314,7 @@ class LocalStage:
         fixed: list[Any] = [None] * len(graph.sources)
         changing = []
         for position, (kind, what) in enumerate(graph.sources):
-            if kind in ("received", "input", "sum", "step"):
+            if kind in ("received", "input", "sum", "cast", "step"):
                 changing.append((position, kind, what))
             elif kind == "constant" and isinstance(what, int):
                 fixed[position] = self._constant(program)[what]
