@@ -2,7 +2,7 @@
 
 Under ``torch.autocast`` each forward casts the parameters that products read, and keeps these casts for its backward:
 with several micro-batches as many casts, and as many copies as there are micro-batches in flight. Here they become
-arguments of the graphs. A stage with one micro-batch keeps its own, which its backward frees one by one, and what a
+arguments of the graphs. It is not for steps of one micro-batch, whose backward frees its casts one by one; and what a
 backward casts again to save memory stays so. It knows graphs; nothing of stages.
 """
 
@@ -18,7 +18,7 @@ from whale.graph.capture import Captured
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, LocalProgram, Source
 from whale.strategies.traced_call import makes_alias
 
-__all__ = ["cast_once", "casts_parameters"]
+__all__ = ["cast_once", "cast_to", "casts_parameters", "read_as"]
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -29,8 +29,6 @@ def cast_once(programs: Sequence[LocalProgram], divided: Collection[str] = ()) -
     Equal programs share theirs. Parameters that are *divided* are cast where they are gathered, and a program without
     a derivative stays as it is, for autograd to derive one from its parameters.
     """
-    if len(programs) < 2:
-        return list(programs)
     known: dict[int, _Casting] = {}
     found: dict[int, LocalProgram] = {}
     for program in programs:
@@ -40,6 +38,14 @@ def cast_once(programs: Sequence[LocalProgram], divided: Collection[str] = ()) -
                 known[code] = _Casting.of(program, divided)
             found[id(program)] = known[code].program(program) if program.derivative is not None else program
     return [found[id(program)] for program in programs]
+
+
+def read_as(parameter: fx.Node) -> torch.dtype | None:
+    """The number type to which all that read a parameter cast it first, if it has fewer bytes; None otherwise."""
+    casts = {_cast_of(user, {parameter: 0}) for user in parameter.users}
+    if len(casts) != 1 or (cast := casts.pop()) is None:
+        return None
+    return cast[1] if cast[1].itemsize < parameter.meta["val"].dtype.itemsize else None
 
 
 def casts_parameters(captured: Captured) -> bool:
@@ -60,7 +66,7 @@ class _Casting:
 
     @classmethod
     def of(cls, program: LocalProgram, divided: Collection[str]) -> _Casting:
-        """Those of a program with a derivative."""
+        """The casts of a program with a derivative."""
         given, derivative = program.micro_batch, program.derivative
         assert derivative is not None
         names = {n for n, (kind, what) in enumerate(given.sources) if kind == "parameter" and what not in divided}
@@ -159,6 +165,15 @@ class _Casting:
         return LocalGraph(LocalCode(given.code.root, graph, boxed=given.code.boxed), sources)
 
 
+def cast_to(node: fx.Node) -> torch.dtype | None:
+    """The dtype to which a node casts its operand, if it does nothing else."""
+    if node.target is not _CAST or "dtype" not in node.kwargs or not node.kwargs.keys() <= {"dtype", "device"}:
+        return None
+    dtype = node.kwargs["dtype"]
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def _maker(node: fx.Node) -> fx.Node:
     """The node that has made the memory of a value, which may be a view."""
     while node.op == "call_function" and makes_alias(node) and len(node.all_input_nodes) == 1:
@@ -172,9 +187,8 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def _cast_of(node: fx.Node, parameters: Mapping[fx.Node, int]) -> tuple[int, torch.dtype] | None:
     """The number of the parameter of which a node is a cast and nothing else, and the dtype; None if it is not."""
-    is_cast = node.target is _CAST and "dtype" in node.kwargs and node.kwargs.keys() <= {"dtype", "device"}
-    if not is_cast or node.args[0] not in parameters:
+    dtype = cast_to(node)
+    operand = node.args[0] if dtype is not None else None
+    if dtype is None or not isinstance(operand, fx.Node) or operand not in parameters:
         return None
-    dtype = node.kwargs["dtype"]
-    assert isinstance(dtype, torch.dtype)
-    return parameters[node.args[0]], dtype  # type: ignore[index]
+    return parameters[operand], dtype

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from whale.errors import UsageError
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, LocalProgram, Source
 from whale.runtime.owned import Unit
+from whale.strategies.casts import cast_to
 from whale.strategies.traced_call import makes_alias
 
 __all__ = ["gathered"]
-
-_CAST = torch.ops.aten._to_copy.default
 
 
 def gathered(programs: Sequence[LocalProgram], units: Sequence[Unit]) -> list[LocalProgram]:
@@ -49,6 +49,11 @@ class _Gathering:
         self.places = {name: (u.spec.index, n) for u in units for n, name in enumerate(u.names)}
         self.codes: dict[int, LocalCode] = {}
         self.derivatives: dict[int, Derivative] = {}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype in which a parameter is gathered."""
+        index, number = self.places[name]
+        return self.units[index].read_as[number]
 
     def program(self, program: LocalProgram) -> LocalProgram:
         """One program."""
@@ -96,7 +101,7 @@ class _Gathering:
                 made[node] = names[number]
         for node in graph.nodes:
             operands = node.all_input_nodes
-            is_view = node.target in (_CAST, operator.getitem) or makes_alias(node)
+            is_view = node.target is operator.getitem or cast_to(node) is not None or makes_alias(node)
             if node.op == "call_function" and len(operands) == 1 and operands[0] in made and is_view:
                 made[node] = made[operands[0]]
         return made
@@ -169,6 +174,9 @@ class _Writing:
                 found = node.args[0] if results is None else tuple(results)
                 self.graph.output(fx.node.map_arg(found, self._value))
             elif node.op != "placeholder":
+                if (name := self._cast_parameter(node)) is not None:
+                    self.env[node] = self._parameter(name, cast=True)
+                    continue
                 inputs = {used: self._value(used) for used in node.all_input_nodes}
                 self.env[node] = self.graph.node_copy(node, inputs.__getitem__)
 
@@ -181,11 +189,27 @@ class _Writing:
         """The value that a forward makes of a parameter."""
         if node.op == "placeholder":
             return self._parameter(name)
+        is_cast = cast_to(node) == self.gathering.dtype_of(name)
+        if is_cast and node.all_input_nodes[0].op == "placeholder":
+            return self._parameter(name, cast=True)
         if node not in self.env:
             self.env[node] = self.graph.node_copy(node, lambda used: self._again(used, name))
         return self.env[node]
 
-    def _parameter(self, name: str) -> fx.Node:
+    def _cast_parameter(self, node: fx.Node) -> str | None:
+        """The parameter that a node casts to the dtype in which it is gathered; None if it does something else."""
+        dtype = cast_to(node)
+        read = self.read.get(node.all_input_nodes[0]) if dtype is not None else None
+        if read is None or read.of_forward is not None or self.gathering.dtype_of(read.name) != dtype:
+            return None
+        name: str = read.name
+        return name
+
+    def _parameter(self, name: str, *, cast: bool = False) -> fx.Node:
+        index, _ = self.gathering.places[name]
+        if not cast and self.gathering.dtype_of(name) != self.gathering.units[index].dtype:
+            dtype = self.gathering.dtype_of(name)
+            raise UsageError(f"{name} is gathered in {dtype}, but an operator reads it as it is; leave zero out")
         if name not in self.parameters:
             index, number = self.gathering.places[name]
             if index not in self.wholes:

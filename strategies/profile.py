@@ -8,7 +8,7 @@ module knows no prices, no clusters and no plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from itertools import pairwise
@@ -26,6 +26,7 @@ from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.values import Value, needs_grad, operands, value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.profile import (
+    CAST_OF_PARAMETER,
     Affine,
     Amount,
     Communication,
@@ -39,6 +40,7 @@ from whale.ir.profile import (
 )
 from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.runtime.random import RNGPosition
+from whale.strategies.casts import cast_to
 from whale.strategies.dry_run import TaskCalls, dry_run
 from whale.strategies.fused import Traffic
 from whale.strategies.kernels import Again, Kept, KernelRun, Trace, trace, trace_again
@@ -554,14 +556,14 @@ class _KindCosts:
         return tuple(found)
 
     def _saved(self, runs: Sequence[Sequence[Kept]], regions: _Regions, *, sent: bool) -> tuple[Saved, ...]:
-        found = []
+        found, parameters = [], next(iter(self.models.values())).captured.parameters
         for same in self._rows_alike(runs, "saved tensors"):
             kept = same[0]
             if kept.sent and not sent:
                 continue
             found.append(
                 Saved(
-                    origin="input" if kept.received else _origin(kept.source),
+                    origin="input" if kept.received else _origin(kept.source, parameters),
                     size=self._amount([k.size for k in same]),
                     split=kept.split,
                     expert=kept.source in regions.experts,
@@ -655,8 +657,10 @@ class _Regions:
         return all(user in self.cores for user in kept.source.users)
 
 
-def _origin(node: fx.Node | None) -> str:
-    """Name of a saved tensor: its operator."""
+def _origin(node: fx.Node | None, parameters: Collection[str]) -> str:
+    """Name of a saved tensor: its operator, or `CAST_OF_PARAMETER`."""
+    if node is not None and cast_to(node) is not None and node.all_input_nodes[0].name in parameters:
+        return CAST_OF_PARAMETER
     return str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target))) if node else "constant"
 
 

@@ -244,9 +244,9 @@ class LayerCosts:
         return self._amounts(kind, type_, degrees)[0](rows)
 
     def casts(self, layers: Iterable[int], degrees: Degrees) -> float:
-        """Bytes of casts of parameters in what micro-batches save of *layers*: these share them, as Whale runs them,
-        unless backwards make them again."""
-        if not self.runs or self.stack.recompute != "none":
+        """Bytes of casts of the parameters of *layers* to the precision of autocast, one of each: micro-batches that
+        save them share them, and stretches of parameters are gathered as these."""
+        if not self.runs:
             return 0.0
         how: dict[str, Any] = {"tensor_degree": degrees[0], "expert_degree": degrees[1], "precision": self.precision}
         kinds = Counter(map(self.profile.layers.__getitem__, layers))

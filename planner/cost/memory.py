@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Device, DeviceType
-from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, RuleCosts, Saved
+from whale.ir.profile import CAST_OF_PARAMETER, Affine, Amount, Kernel, LayerKind, LayerVariant, RuleCosts, Saved
 from whale.ir.strategy import Recompute
 from whale.ir.units import bytes_text
 from whale.planner.cost.kernels import CAST_BYTES, element_bytes, num_scores
@@ -391,8 +391,8 @@ def cast_bytes(kind: LayerKind, *, tensor_degree: int, expert_degree: int, preci
     if not kind.variants or not precision.autocast:
         return 0.0
     saved = variant_of(kind, tensor_degree, expert_degree).saved
-    sizes = [_bytes(value.size, precision.element_bytes) for value in saved if value.origin == "_to_copy"]
-    return sum(size.fixed for size in sizes if not size.per_row)
+    sizes = [_bytes(value.size, precision.element_bytes) for value in saved if value.origin == CAST_OF_PARAMETER]
+    return sum(size.fixed for size in sizes)
 
 
 def _under(variant: LayerVariant, recompute: Recompute) -> RuleCosts | None:

@@ -519,7 +519,7 @@ class PlanCost:
                 working = max(self.costs[index][place].working for index in own)
                 working = round(max(working, stepping - kept, self._summing_tied(layers, stage, kind, kept)))
                 if stage.level:
-                    one = sum(self.costs[index][place].kept for index in own)
+                    one = sum(self.costs[index][place].kept - self._shared_casts(index) for index in own)
                     state, sharded = self._divided(own, layers, kind, whole, (kept, one, working))
                 elif prices.summed_bytes is not None and shards > 1:  # two buckets are there as they are exchanged, too
                     held = min(state.gradients, 2 * prices.largest_bucket(stage.data_group, layers, *degrees))
@@ -576,12 +576,15 @@ class PlanCost:
         elif self.micro_batches == 1:
             needed = max(0.0, once + summed - kept - working)
             gradients, summing = min(once, needed), max(0.0, needed - once)
+        casts = prices.casts(layers, (stage.tensor, stage.expert))
+        read = trained + casts * (1 - size / 2)  # as they are gathered
+        kept_whole = (once + read if casts else trained) if not done.tasks else once
         state = StateBytes(
-            parameters=frozen + (once if done.tasks else trained),
+            parameters=frozen + kept_whole,
             gradients=gradients,
             optimizer=whole.optimizer * share,
         )
-        return state, summing + (min(trained, 2 * unit) if done.tasks else 0.0)
+        return state, summing + (min(read, 2 * unit * read / max(1.0, trained)) if done.tasks else 0.0)
 
     def fitting_shares(self) -> list[tuple[float, ...]]:
         """Shares of each stage's state, of its replicas, that fit best where equal ones do not; () are equal ones, or
@@ -619,19 +622,20 @@ class PlanCost:
 
     def _kept(self, own: tuple[int, ...], place: int) -> int:
         """Bytes that ranks which run the stages *own* save at a time for backwards."""
-        depth, shared = len(self.stages), [self._casts(index) for index in own]
+        depth = len(self.stages)
+        shared = [self._shared_casts(index) for index in own]
         sizes = [round(self.costs[index][place].kept - casts) for index, casts in zip(own, shared, strict=True)]
         if len(own) == 1:
-            return in_flight(self.schedule, depth, own[0], self.micro_batches) * sizes[0] + round(shared[0])
-        most = peak_kept(self.schedule, self._sets, self.micro_batches, dict(zip(own, sizes, strict=True)))
-        return most + round(sum(shared))
+            most = in_flight(self.schedule, depth, own[0], self.micro_batches) * sizes[0]
+        else:
+            most = peak_kept(self.schedule, self._sets, self.micro_batches, dict(zip(own, sizes, strict=True)))
+        gathered = self.stages[own[0]].level > 0  # then the casts are the gathered parameters
+        return most + (0 if gathered else round(sum(shared)))
 
-    def _casts(self, index: int) -> float:
-        """Bytes of casts of parameters that the micro-batches of a stage share."""
+    def _shared_casts(self, index: int) -> float:
+        """Bytes of the casts of parameters in what a micro-batch saves of a stage, which are not its own."""
         stage = self.stages[index]
-        if stage.level:  # they are cast where they are gathered
-            return 0.0
-        return self.prices.under(stage.recompute).casts(stage.layers, (stage.tensor, stage.expert))
+        return self.prices.casts(stage.layers, (stage.tensor, stage.expert)) if stage.recompute == "none" else 0.0
 
     @cached_property
     def _sets(self) -> tuple[frozenset[int], ...]:
@@ -707,9 +711,11 @@ def _units(prices: CostModel, stage: ChainStage, kind: _Kind, micro_batches: int
             unit = prices.message_bytes(stage.data_group, num_bytes, stage.tensor, members, divided=True)
             num = max(1.0, round(num_bytes / max(1.0, unit)))
         spent = prices.stage(members, kind.group, kind.rows, micro_batches, shards)
-        gather, reduce = (
-            prices.over(name, stage.data_group, stage.tensor, num_bytes / num) for name in ("all_gather", scattered)
-        )
+        casts = prices.casts(members, (stage.tensor, stage.expert))
+        read = num_bytes + casts * (1 - size / 2)
+        summed = num_bytes * (prices.gradient_bytes / size if prices.runs else 1.0)
+        gather = prices.over("all_gather", stage.data_group, stage.tensor, read / num)
+        reduce = prices.over(scattered, stage.data_group, stage.tensor, summed / num)
         units.append(
             ShardedUnit(
                 forward=spent.forward / num,

@@ -131,6 +131,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
         {"zero": 3, "micro_batches": 2, "recompute": "full", "precision": "bf16"},
         "adamw",
     ),
+    "optimizer states in stretches, in bfloat16": (
+        {"": replicate()},
+        {"zero": 1, "micro_batches": 2, "precision": "bf16"},
+        "adamw",
+    ),
     "state on the host": ({"": replicate()}, {"zero": 1, "offload": "state"}, "sgd"),
     "state on the host, without other replicas": (STAGES, {"zero": 1, "micro_batches": 4, "offload": "state"}, "sgd"),
     "parameters on the host, for a task": (STAGES, {"zero": 3, "micro_batches": 4, "offload": "state"}, "sgd"),

@@ -399,3 +399,32 @@ def test_what_is_no_precision_is_refused() -> None:
         warnings.simplefilter("ignore")
         text = refusal(lambda: whale.parallelize(decoder(), tokens(), device="cpu", precision="float16"))
     assert "precision" in text and "fp16" in text
+
+
+# --- parameters in stretches ------------------------------------------------------------------------------------------
+
+
+def step_in_stretches(world: World, options: dict[str, Any]) -> tuple[float, dict[str, Tensor], list[str]]:
+    """The loss and all gradients of a step in bfloat16, and the dtypes in which matrices and norms are gathered."""
+    torch.manual_seed(0)
+    model = decoder(layers=2, heads=2, width=16).float()
+    whale.annotate(model, {"": whale.replicate()})
+    made: Any = whale.parallelize(model, tokens(), device="cpu", precision="bf16", timeout_seconds=30, **options)
+    loss = made.train_step(**tokens()).item()
+    units = (made._whale.engine.tensors.units or {}).values()
+    read = {name: str(dtype) for held in units for name, dtype in zip(held.unit.names, held.unit.read_as, strict=True)}
+    return loss, made.full_gradients(), [read.get(name, "") for name in ("layers.0.up.weight", "embed.weight")]
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"state_shares": [3, 1]}], ids=str)
+def test_stretches_are_gathered_in_the_dtype_in_which_they_are_read(ranks: Two, options: dict[str, Any]) -> None:
+    shares = options.get("state_shares")
+    for micro_batches in (1, 2):
+        plain = {name: value for name, value in options.items() if name != "state_shares"}
+        how = {"micro_batches": micro_batches}
+        (loss, expected, _), _ = ranks.run(step_in_stretches, {**plain, **how})
+        for zero in (1, 3) if shares else (1, 2, 3):
+            for found, gradients, read in ranks.run(step_in_stretches, {**options, **how, "zero": zero}):
+                assert found == loss
+                torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+                assert read == ["torch.bfloat16", "torch.float32"]

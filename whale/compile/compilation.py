@@ -60,6 +60,7 @@ class Compilation:
     ``rows`` are the units of the batch in each micro-batch; ``warnings`` what the user should know of it;
     ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``units`` the buckets of which
     ranks own stretches; ``offloads_activations`` says that forwards keep on the host what their backwards read;
+    ``is_of_several`` that there are several micro-batches, whose casts of parameters are shared;
     ``gradient_dtype`` is that in which gradients are summed, if it is not their own.
     """
 
@@ -80,6 +81,7 @@ class Compilation:
     units: tuple[Unit, ...] = ()
     offloads_activations: bool = False
     gradient_dtype: str = ""
+    is_of_several: bool = False
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
 
     @property
@@ -104,7 +106,7 @@ class Compilation:
     def of_first(self) -> Compilation:
         """The same for the first micro-batch alone; what ranks run of it is sufficient for others of its kind."""
         order = tuple(task for task in self.order if task.micro_batch == 0)
-        return replace(self, rows=self.rows[:1], order=order, _lowered={})
+        return replace(self, rows=self.rows[:1], order=order, is_of_several=self.is_of_several, _lowered={})
 
     @cached_property
     def folded(self) -> Compilation:

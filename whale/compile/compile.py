@@ -37,6 +37,7 @@ from whale.runtime.engine import Shard
 from whale.runtime.owned import Unit
 from whale.strategies.analysis import Analysis
 from whale.strategies.bridge_prices import GLOO, Prices
+from whale.strategies.casts import read_as
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage
 from whale.strategies.row_sums import row_sums
@@ -149,6 +150,7 @@ def compile_traced(
         rank_specs=specs,
         offloads_activations=options.offload_activations,
         gradient_dtype=gradient_dtype,
+        is_of_several=len(rows) > 1,
     )
     if stored is None:
         units = _units_of(found)
@@ -165,6 +167,8 @@ def compile_traced(
 def _units_of(compilation: Compilation) -> tuple[Unit, ...]:
     """The buckets of which ranks own stretches."""
     found, local = [], dict[int, dict[str, LocalParameter]]()
+    captured = compilation.captured
+    nodes = {captured.parameters[n.name]: n for n in captured.graph.nodes if n.name in captured.parameters}
     for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True):
         if spec.bounds:
             rank = spec.ranks[0]
@@ -173,7 +177,10 @@ def _units_of(compilation: Compilation) -> tuple[Unit, ...]:
             kinds = [local[rank][name] for name in names]
             shapes = tuple(kind.shape for kind in kinds)
             on_host = any(compilation.stages[stage].state_on_host for stage in spec.stages)
-            found.append(Unit(spec=spec, names=names, shapes=shapes, dtype=kinds[0].dtype, on_host=on_host))
+            low = tuple(read_as(nodes[name]) or kinds[0].dtype for name in names)
+            found.append(
+                Unit(spec=spec, names=names, shapes=shapes, dtype=kinds[0].dtype, read_as=low, on_host=on_host)
+            )
     return tuple(found)
 
 

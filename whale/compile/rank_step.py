@@ -123,7 +123,7 @@ def rank_step(
         programs = compilation.local_programs(stage, rank, seeded)
         if device is not None and captured.has_loss:
             programs = with_derivatives(captured, stage, rank, programs, device, in_parts=in_parts, layouts=layouts)
-        if device is not None:
+        if device is not None and compilation.is_of_several:
             programs = cast_once(programs, {name for unit in units for name in unit.names})
         if units and device is not None:
             programs = gathered(programs, units)

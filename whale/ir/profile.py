@@ -20,6 +20,7 @@ from whale.ir.record import FileRecord, Record
 from whale.ir.strategy import Recompute
 
 __all__ = [
+    "CAST_OF_PARAMETER",
     "Affine",
     "Amount",
     "Communication",
@@ -116,6 +117,10 @@ class Communication(Record):
     group: Literal["tensor", "expert", "context", "replica"] = "tensor"
     size: Amount
     count: Annotated[int, Field(ge=1)] = 1
+
+
+CAST_OF_PARAMETER = "cast of a parameter"
+"""The origin of saved casts of parameters to the precision of autocast, which all micro-batches share."""
 
 
 class Saved(Record):

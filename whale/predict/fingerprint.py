@@ -130,13 +130,16 @@ def _fingerprint(
         if own & {edge.source_stage, edge.target_stage}
     )
     on_host = any(stage.state_on_host for stage in compilation.stages)
+    read_as = {unit.spec.index: unit.read_as for unit in compilation.units}
     buckets = tuple(
         (
             known.number("bucket", spec.index),
             tuple(known.number("parameter", name) for name in names),
             tuple(known.number("stage", stage) for stage in spec.stages if stage in own),
             len(spec.ranks),
-            (spec.bounds, spec.ranks.index(rank), spec.gathers, spec.each, on_host) if spec.bounds else (),
+            (spec.bounds, spec.ranks.index(rank), spec.gathers, spec.each, on_host, read_as.get(spec.index))
+            if spec.bounds
+            else (),
         )
         for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True)
         if rank in spec.ranks

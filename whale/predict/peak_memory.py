@@ -265,7 +265,7 @@ def _splits(program: Program) -> bool:
 def _runs_graphs(compilation: Compilation, program: Program) -> bool:
     """Whether a dry run needs the graphs of backwards: autograd keeps other values."""
     is_kept = not compilation.computes_again and not compilation.offloads_activations
-    casts = len(compilation.rows) > 1 and casts_parameters(compilation.captured)
+    casts = compilation.is_of_several and casts_parameters(compilation.captured)
     return _splits(program) or not is_kept or casts or bool(compilation.units)
 
 
@@ -439,7 +439,8 @@ class _Trial:
             own = [programs[id(one)] for one in stage.programs]
             where, cpu = (placed[stage.index], self.rank), torch.device("cpu")
             own = with_derivatives(self.compilation.captured, *where, own, cpu, in_parts=_splits(program))
-            own = cast_once(own, {name for unit in data.units for name in unit.names})
+            if self.compilation.is_of_several:
+                own = cast_once(own, {name for unit in data.units for name in unit.names})
             own = gathered(own, data.units)
             if self.compilation.offloads_activations:
                 own = offloaded(own)

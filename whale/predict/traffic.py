@@ -22,7 +22,7 @@ from whale.ir.program import ReduceSpec, Send, box_size
 from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import dry_run
 
-__all__ = ["Message", "bucket_bytes", "call_bytes", "summed_bytes", "traffic"]
+__all__ = ["Message", "bucket_bytes", "call_bytes", "gathered_bytes", "summed_bytes", "traffic"]
 
 Purpose = Literal["forward", "backward", "gradients", "parameters"]
 
@@ -81,6 +81,7 @@ def traffic(compilation: Compilation, rank: int, clock: RNGPosition | None = Non
             size = box_size(step.box) * _element_bytes(compilation.edges[step.edge].dtype)
             found[step.direction, "send", (rank, step.peer), size] += 1
     gathers = _gathers(compilation, rank, clock)
+    gathered = gathered_bytes(compilation)
     for spec, size in zip(compilation.reduces, bucket_bytes(compilation), strict=True):
         if rank in spec.ranks:
             op = "reduce_scatter" if spec.bounds else "all_reduce"
@@ -88,7 +89,7 @@ def traffic(compilation: Compilation, rank: int, clock: RNGPosition | None = Non
             found["gradients", op, spec.ranks, summed] += len(compilation.rows) if spec.each else 1
             gathers[spec.index] += spec in compilation.gathers
             if gathers[spec.index]:
-                found["parameters", "all_gather", spec.ranks, size] += gathers[spec.index]
+                found["parameters", "all_gather", spec.ranks, gathered[spec.index]] += gathers[spec.index]
     return tuple(
         Message(purpose=purpose, op=op, ranks=ranks, tensor_bytes=size, count=count)
         for (purpose, op, ranks, size), count in found.items()
@@ -113,6 +114,11 @@ def _gathers(compilation: Compilation, rank: int, clock: RNGPosition | None) -> 
                     if node.op == "call_method" and node.target == "start":
                         found[int(node.args[0].name.removeprefix("unit_").split("_")[0])] += 1
     return found
+
+
+def gathered_bytes(compilation: Compilation) -> dict[int, int]:
+    """The size of each bucket of parameters that are gathered from stretches, by its index."""
+    return {unit.spec.index: unit.whole_bytes for unit in compilation.units}
 
 
 def summed_bytes(compilation: Compilation, spec: ReduceSpec, size: int) -> int:

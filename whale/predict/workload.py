@@ -27,7 +27,7 @@ from whale.planner.network.curves import moving_seconds
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers
 from whale.predict.peak_memory import PeakMemory
-from whale.predict.traffic import bucket_bytes, call_bytes, summed_bytes
+from whale.predict.traffic import bucket_bytes, call_bytes, gathered_bytes, summed_bytes
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["Backward", "workload_of"]
@@ -401,14 +401,14 @@ class _Divided:
     @classmethod
     def of(cls, compilation: Compilation, costs: Costs) -> _Divided:
         """The exchanges of a compilation."""
-        buckets = []
+        buckets, gathered = [], gathered_bytes(compilation)
         whole: dict[tuple[int, int], tuple[float, float]] = {}
         triples = zip(compilation.reduces, compilation.bucket_parameters, bucket_bytes(compilation), strict=True)
         for spec, names, size in triples:
             own = dict.fromkeys(spec.ranks, 1.0)
             if spec.bounds:
                 num_alike = _num_alike(compilation, spec)
-                gather = costs.collective("all_gather", spec.ranks, size, num_alike)
+                gather = costs.collective("all_gather", spec.ranks, gathered[spec.index], num_alike)
                 summed = summed_bytes(compilation, spec, size)
                 reduce = costs.collective(_scattered_by(costs, spec), spec.ranks, summed, num_alike)
                 buckets.append(_Bucket(spec, names, size, gather, reduce if spec.each else 0.0))

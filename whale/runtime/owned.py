@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -28,6 +28,9 @@ from whale.runtime.ranges import named
 
 __all__ = ["GradientSlot", "HeldTensors", "HeldUnit", "Scattered", "Unit", "rows_of"]
 
+ALIGNED_BYTES = 16
+"""A multiple of the size of any element."""
+
 Rows = tuple[int, int]
 """A half-open range of indices of the first dim."""
 
@@ -41,6 +44,7 @@ class Unit:
         names: of its parameters, which lie in it one after the other.
         shapes: of their parts on each of its ranks.
         dtype: of all of them.
+        read_as: the dtype in which each is gathered, because all that read it cast it to that first.
         on_host: whether the stretches, their gradients and optimizer states are in the host's memory.
     """
 
@@ -48,7 +52,27 @@ class Unit:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    read_as: tuple[torch.dtype, ...]
     on_host: bool = False
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether a parameter is gathered in another dtype than its own: the whole unit is bytes then."""
+        return any(dtype != self.dtype for dtype in self.read_as)
+
+    def bytes_up_to(self, element: int) -> int:
+        """The bytes of the gathered unit before one of its elements; parameters begin where any dtype may."""
+        begin = 0
+        for (_, _, start, stop), dtype in zip(self.places(), self.read_as, strict=True):
+            if element < stop:
+                return begin + max(0, element - start) * dtype.itemsize
+            begin += -(-(stop - start) * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
+        return begin
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """The bytes of the gathered unit."""
+        return self.bytes_up_to(self.spec.bounds[-1]) if self.is_cast else self.spec.bounds[-1] * self.dtype.itemsize
 
     def places(self) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         """Name, shape and place of each parameter."""
@@ -148,7 +172,8 @@ class HeldUnit:
         self.failures, self.device = failures, device
         self.bounds = unit.spec.bounds
         self.position = unit.spec.ranks.index(rank)
-        self.keeps_whole = unit.spec.gathers == "step"
+        self.keeps_whole = unit.spec.gathers == "step" and not unit.is_cast
+        self.cuts = tuple(map(unit.bytes_up_to, self.bounds)) if unit.is_cast else self.bounds
         self._whole: Tensor | None = None
         self._parameters: tuple[Tensor, ...] = ()
         self._is_apart = is_shared
@@ -168,6 +193,11 @@ class HeldUnit:
 
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.unit.dtype, device=self.device)
+
+    def _empty_whole(self) -> Tensor:
+        """Memory for the gathered unit: elements, or bytes of several dtypes."""
+        dtype = torch.uint8 if self.unit.is_cast else self.unit.dtype
+        return torch.empty(self.cuts[-1], dtype=dtype, device=self.device)
 
     def _on_host(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.unit.dtype, pin_memory=self.device.type == "cuda")
@@ -234,7 +264,16 @@ class HeldUnit:
         return empty.set_(storage, self.own.storage_offset(), (len(self.own),), (1,))
 
     def _views(self, whole: Tensor) -> tuple[Tensor, ...]:
-        return tuple(whole[start:stop].view(shape) for _, shape, start, stop in self.unit.places())
+        """The parameters in the gathered unit."""
+        places = zip(self.unit.places(), self.unit.read_as, strict=True)
+        if not self.unit.is_cast:
+            return tuple(whole[start:stop].view(shape) for (_, shape, start, stop), _ in places)
+        return tuple(
+            whole[(begin := self.unit.bytes_up_to(start)) : begin + (stop - start) * dtype.itemsize]
+            .view(dtype)
+            .view(shape)
+            for (_, shape, start, stop), dtype in places
+        )
 
     # Gathers
 
@@ -242,7 +281,7 @@ class HeldUnit:
         """Start to gather the parameters for a step."""
         with self._copying():
             if self._whole is None:
-                self._whole = self._empty(self.bounds[-1])
+                self._whole = self._empty_whole()
                 self._parameters = self._views(self._whole)
             if not self.keeps_whole or self.unit.on_host:
                 self._put_own(self._whole)
@@ -265,7 +304,7 @@ class HeldUnit:
     def start(self) -> _Arriving:
         """Start to gather the parameters for a task."""
         with self._copying():
-            whole = self._empty(self.bounds[-1])
+            whole = self._empty_whole()
             self._put_own(whole)
             return self._gathered(whole)
 
@@ -275,8 +314,16 @@ class HeldUnit:
         return self._views(arriving.whole)
 
     def _put_own(self, whole: Tensor) -> None:
-        own = whole[self.bounds[self.position] : self.bounds[self.position + 1]]
-        own.copy_(self.own, non_blocking=True)
+        first, last = self.bounds[self.position : self.position + 2]
+        if not self.unit.is_cast:
+            whole[first:last].copy_(self.own, non_blocking=True)
+            return
+        for (_, _, start, stop), dtype in zip(self.unit.places(), self.unit.read_as, strict=True):
+            begin, end = max(start, first), min(stop, last)
+            if begin < end:
+                place = self.unit.bytes_up_to(begin)
+                held = whole[place : place + (end - begin) * dtype.itemsize].view(dtype)
+                held.copy_(self.own[begin - first : end - first], non_blocking=True)
 
     def _copying(self) -> AbstractContextManager[Any]:
         """Copies from the host run beside the computation."""
@@ -296,12 +343,13 @@ class HeldUnit:
         return _Arriving(whole, works, copied)
 
     def _gather(self, whole: Tensor) -> list[dist.Work]:
+        sizes = [stop - start for start, stop in pairwise(self.cuts)]
         if isinstance(self.group, DryGroup):
-            self.group.note("all_gather", whole, *((size,) for size in self._sizes))
+            self.group.note("all_gather", whole, *((size,) for size in sizes))
             return []
-        pieces = [whole[start:stop] for start, stop in pairwise(self.bounds)]
+        pieces = [whole[start:stop] for start, stop in pairwise(self.cuts)]
         own = pieces[self.position]
-        if len(set(self._sizes)) == 1:
+        if len(set(sizes)) == 1:
             return [gather_single(whole, own, group=self.group, async_op=True)]
         if whole.is_cuda:
             return [dist.all_gather(pieces, own, group=self.group, async_op=True)]
