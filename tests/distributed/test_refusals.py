@@ -186,7 +186,7 @@ def load_groups_of_another_stage(world: World) -> str:
     optimizer = torch.optim.AdamW(model.parameters())
     model.train_step(**tokens())
     optimizer.step()
-    state = get_optimizer_state_dict(model, optimizer)
+    state: Any = get_optimizer_state_dict(model, optimizer)
     if world.rank == 0:
         del state["param_groups"][0]["amsgrad"]
 

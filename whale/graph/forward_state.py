@@ -86,7 +86,7 @@ class State:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.caches: list[Any] = []
-        self.fakes: list[FakeTensor] = []
+        self.fakes: list[Tensor] = []
 
     @untraced
     def now(self, *, only: Collection[Kept] | None = None, by_shape: bool = False) -> dict[Kept, Hashable]:
@@ -137,7 +137,7 @@ class _All(Reach):
         super().__init__(module)
         self._by_shape = by_shape
         self.caches: list[Any] = []
-        self.fakes: list[FakeTensor] = []
+        self.fakes: list[Tensor] = []
 
     def token(self, x: Any) -> Hashable:
         """The token of an object."""
