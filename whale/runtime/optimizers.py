@@ -283,12 +283,13 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
     Raises:
         UsageError: it is such a one.
     """
+    is_owned = any(getattr(engine.tensors, "units", None) for engine, _ in owners.values())
+    all_of_them = "leave zero and offload out" if is_owned else "replicate() without split and stage"
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
             f"{type(optimizer).__name__} computes the loss at points that it finds from all parameters, of which a "
-            "rank has some, or parts: use an elementwise optimizer, such as AdamW, or replicate() without split and "
-            "stage"
+            f"rank has some, or parts: use an elementwise optimizer, such as AdamW, or {all_of_them}"
         )
     samples: dict[tuple[int, int, int | None], tuple[tuple[int, ...], Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -315,9 +316,9 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
             )
             return
         if error > SAME:
-            way = "replicate() without split and stage"
-            if any(getattr(engine.tensors, "units", None) for engine, _ in owners.values()):
-                way = "leave zero out" if dim is None else 'state_align="parameter", under which a rank has whole ones'
+            way = all_of_them
+            if is_owned and dim is not None:
+                way = 'state_align="parameter", under which a rank has whole ones'
             raise UsageError(
                 f"{type(optimizer).__name__} updates an element by others: on "
                 f"{'one of two tensors' if dim is None else 'a part of a tensor'} of shape {shape} it is off by "
