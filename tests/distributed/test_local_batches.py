@@ -18,6 +18,7 @@ import whale
 from tests.distributed import spatial
 from tests.distributed.parity import Worlds, cluster_of, relative_errors
 from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.two_ranks import refusal
 from tests.small_models import decoder, tokens
 from whale.runtime.launch import World
 
@@ -229,6 +230,23 @@ def test_other_rows_than_a_rank_s_share_are_refused(worlds: Worlds) -> None:
         assert "rank 1 brought a batch whose leaves labels, tokens do not have the same number of rows" in messages[2]
         assert "no rank brought a row of labels, tokens" in messages[3]
         assert messages[4] == ""
+
+
+def rows_under_another_name(world: World, before: int) -> str:
+    """The refusal of rows that the example gives as a keyword, and the step by position, after steps."""
+    model = two_layers()
+    parallel = whale.parallelize(model, tokens(2), device="cpu", batch="local", timeout_seconds=20)
+    row = {name: x[world.rank : world.rank + 1] for name, x in tokens(2).items()}
+    for _ in range(before):
+        parallel.eval_step(**row)
+    return refusal(lambda: parallel.eval_step(row["tokens"], labels=row["labels"]))
+
+
+@pytest.mark.parametrize("before", [0, 20])
+def test_rows_under_another_name_than_the_example_s_are_refused(worlds: Worlds, before: int) -> None:
+    for message in worlds.run(2, rows_under_another_name, before):
+        assert message.startswith("ranks 0 and 1 brought other values in args[0], which must be the same on all ranks")
+        assert "in the example batch labels, tokens have rows" in message
 
 
 def test_ranks_that_split_a_model_bring_the_same_rows(worlds: Worlds) -> None:

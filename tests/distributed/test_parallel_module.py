@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.swa_utils import AveragedModel
@@ -380,6 +381,8 @@ def save_and_load_states(world: World, kind: str, folder: str) -> list[str]:
     model = parallel(kind)
     own, whole = model.state_dict(), model.full_state_dict()
     found = [refusal(lambda: torch.save(own, f"{folder}/{kind}{world.rank}.pt"))]
+    found.append(refusal(lambda: save_file(own, f"{folder}/{kind}{world.rank}.safetensors")))
+    found.append(refusal(lambda: [x.numpy() for x in own.values()]))
     model.train_step(**tokens())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -399,8 +402,10 @@ def save_and_load_states(world: World, kind: str, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", SHARDED)
 def test_a_state_says_which_part_it_is(ranks: Two, kind: str, tmp_path: Path) -> None:
-    for saved, whole, foreign, unknown, mean in ranks.run(save_and_load_states, kind, str(tmp_path)):
+    for saved, file, array, whole, foreign, unknown, mean in ranks.run(save_and_load_states, kind, str(tmp_path)):
         assert "torch.save would write it as if it were the model's" in saved
+        assert all("this rank's part of a tensor: it has no" in text for text in (file, array))
+        assert all("save model.full_state_dict()" in text for text in (saved, file, array))
         assert whole == mean == ""
         assert "but rank" in foreign or "the state does not fit" in foreign
         assert "unknown ['nothing']" in unknown

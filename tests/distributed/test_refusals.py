@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import whale
 from tests.distributed.parity import Worlds
 from tests.distributed.two_ranks import LAYOUTS, Two, parallel, refusal
-from tests.small_models import tokens
+from tests.small_models import decoder, tokens
 from whale.runtime.launch import World
 
 AT_ONCE = 8.0
@@ -161,6 +166,61 @@ def test_an_optimizer_that_one_rank_refuses_is_told_to_the_others(ranks: Two) ->
     assert own.startswith("Coupled updates an element by others")
     assert told == f"rank 0 refused the step: {own}"
     assert seconds < AT_ONCE
+
+
+def load_of_the_local_optimizer(world: World, shares: list[float] | None) -> tuple[str, str, float]:
+    """Refusals of the state of the local model's optimizer, in the load or the step after it, and of one by names."""
+    local = decoder(layers=1)
+    local(**tokens()).backward()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    theirs = torch.optim.AdamW(local.parameters())
+    theirs.step()
+    by_number, by_name = theirs.state_dict(), get_optimizer_state_dict(local, theirs, options=options)
+    model: Any = whale.parallelize(local, tokens(), device="cpu", timeout_seconds=20, zero=1, state_shares=shares)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def load() -> None:
+        optimizer.load_state_dict(by_number)
+        model.train_step(**tokens())
+
+    message = refusal(load)
+    begin = time.monotonic()
+    named = refusal(lambda: set_optimizer_state_dict(model, optimizer, by_name, options=options))
+    model.train_step(**tokens())
+    return message, named, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("shares", [[1, 1], [1, 0]])
+def test_the_state_of_the_local_model_s_optimizer_is_refused_on_all(ranks: Two, shares: list[float]) -> None:
+    found = ranks.run(load_of_the_local_optimizer, shares)
+    for message, named, seconds in found:
+        assert "it is of the local model or of another layout" in message
+        assert "get_optimizer_state_dict" in message
+        assert named == "" and seconds < AT_ONCE
+    if shares == [1, 0]:
+        assert found[0][0] == f"rank 1 refused the step: {found[1][0]}"
+
+
+def load_groups_of_another_stage(world: World) -> str:
+    model = parallel("stages")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.train_step(**tokens())
+    optimizer.step()
+    state: Any = get_optimizer_state_dict(model, optimizer)
+    if world.rank == 0:
+        del state["param_groups"][0]["amsgrad"]
+
+    def load() -> None:
+        set_optimizer_state_dict(model, optimizer, state)
+        model.train_step(**tokens())
+
+    return refusal(load)
+
+
+def test_groups_of_an_optimizer_that_one_rank_refuses_are_told_to_the_others(ranks: Two) -> None:
+    own, told = ranks.run(load_groups_of_another_stage)
+    assert own.startswith("the optimizer's state has no 'amsgrad'")
+    assert told == f"rank 0 refused the step: {own}"
 
 
 def load_other_states(world: World, kind: str) -> tuple[list[str], float]:

@@ -22,6 +22,7 @@ from transformers import (
 import whale
 from tests.distributed.parity import Worlds, cluster_of
 from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.two_ranks import refusal
 from tests.small_models import decoder, tokens
 from whale.cli.model_loader import load_model
 from whale.errors import UsageError
@@ -527,19 +528,18 @@ def test_low_precision_trains_as_without(worlds: Worlds, precision: str) -> None
     assert worlds.run(2, low_precision, precision) == [0.0, 0.0]
 
 
-def muon(world: World) -> tuple[str, float]:
-    """The refusal by rows, and the error by parameters."""
+def muon(world: World) -> tuple[list[str], float]:
+    """The refusals by rows, of Muon and of LBFGS, and the error by parameters."""
 
     def matrices(model: nn.Module) -> list[nn.Parameter]:
         return [p for p in model.parameters() if p.dim() == 2]
 
-    refused = ""
     made = parallel(1)
     made.train_step(**tokens())
-    try:
-        torch.optim.Muon(matrices(made)).step()
-    except UsageError as error:
-        refused = str(error)
+    refused = [
+        refusal(lambda: torch.optim.Muon(matrices(made)).step()),
+        refusal(lambda: torch.optim.LBFGS(made.parameters()).step(lambda: made.train_step(**tokens()))),
+    ]
     made, reference = parallel(3, state_align="parameter"), decoder(layers=2)
     own, plain = (torch.optim.Muon(matrices(m)) for m in (made, reference))
     for _ in range(3):
@@ -554,7 +554,8 @@ def muon(world: World) -> tuple[str, float]:
 
 def test_optimizers_of_matrices_need_whole_parameters(worlds: Worlds) -> None:
     for refused, error in worlds.run(2, muon):
-        assert "Muon updates an element by others" in refused and 'state_align="parameter"' in refused
+        assert "Muon updates an element by others" in refused[0] and 'state_align="parameter"' in refused[0]
+        assert refused[1].endswith("use an elementwise optimizer, such as AdamW, or leave zero and offload out")
         assert error <= BOUND
 
 

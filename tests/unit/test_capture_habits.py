@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -183,3 +184,52 @@ class Queue(nn.Module):
 def test_lines_of_a_model_that_writes_to_its_buffers() -> None:
     with pytest.raises(UsageError, match=r"at .*test_capture_habits\.py:\d+ computes a row of the batch from other"):
         whale.parallelize(Queue(), X, device="cpu", micro_batches=2)
+
+
+def features_of_a_hook() -> tuple[nn.Module, Callable[..., Tensor], dict[str, Tensor]]:
+    """A model with a hook that collects activations, which its loss reads."""
+    torch.manual_seed(0)
+    model, features = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), dict[str, Tensor]()
+    model[0].register_forward_hook(lambda module, given, output: features.update(first=output))
+
+    def loss(output: Tensor, batch: Tensor) -> Tensor:
+        features["loss"] = output.square().mean()
+        return features["loss"] + features["first"].square().mean()
+
+    return model, loss, features
+
+
+def test_what_a_hook_collects_is_read_in_the_step_and_refused_outside() -> None:
+    (local, loss, kept), (model, loss_fn, left) = features_of_a_hook(), features_of_a_hook()
+    parallel = whale.parallelize(model, X, device="cpu", loss_fn=loss_fn)
+    for rows in (4, 3, 8, 2):
+        x = torch.randn(rows, 4)
+        assert parallel.train_step(x).item() == pytest.approx(loss(local(x), x).item())
+        for name in kept:
+            assert left[name].dtype == torch.float32
+            for use in (float, lambda x: x.sum(), lambda x: x.detach(), repr):
+                with pytest.raises(UsageError, match="return it from forward, and take it with .*outputs=True"):
+                    use(left[name])
+
+
+def test_synchronized_batch_norms_are_batch_norms() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    local = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(local))
+    model = whale.parallelize(converted, x, device="cpu", loss_fn=lambda output, _: output.pow(3).mean())
+    expected = local(x).pow(3).mean()
+    expected.backward()
+    assert model.train_step(x).item() == pytest.approx(expected.item())
+    torch.testing.assert_close(model.state_dict(), local.state_dict())
+    assert nn.SyncBatchNorm.forward is not nn.BatchNorm1d.forward
+
+
+def test_a_compiled_model_has_a_loss_fn() -> None:
+    torch.manual_seed(0)
+    local, y = nn.Linear(4, 4), torch.arange(4)
+    compiled = torch.compile(copy.deepcopy(local), backend="eager")
+    model = whale.parallelize(
+        compiled, (X, y), device="cpu", loss_fn=lambda output, batch: F.cross_entropy(output, batch[1])
+    )
+    assert model.train_step(X, y).item() == pytest.approx(F.cross_entropy(local(X), y).item())

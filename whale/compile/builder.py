@@ -247,6 +247,7 @@ class Builder:
             shares=shares,
             refusals=refusals,
             leaves=batch_leaf_names(compilation),
+            known=frozenset(compilation.captured.inputs.values()),
             host_group=host,
             group=self.loss_group,
             compared_first=FIRST_COMPARED,

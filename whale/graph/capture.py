@@ -214,6 +214,7 @@ def _write_replaced(held: Sequence[tuple[nn.Module, Mapping[str, torch.Tensor | 
 
 def _accepted(model: nn.Module, num_args: int, kwargs: Mapping[str, Any]) -> tuple[int, list[str]]:
     """Number of positional arguments, and keywords, that the model's forward takes of a batch with a loss_fn."""
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose own forward takes anything
     signature = getattr(model.forward, "__wrapped__", model.forward)
     parameters = inspect.signature(signature).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -357,6 +358,7 @@ def capture(
                 first = steadiness, listings[0]
             elif steadiness.kept_something:
                 steadiness.check(program.graph, lambda: exported_again(duplicate, steadiness.end), run)
+                steadiness.leave(model)
             if first is None and _mutates(program.graph):
                 _detach_regions(program.graph)
                 lines = _lines(program.graph)

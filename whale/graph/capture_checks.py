@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from keyword import iskeyword
 from traceback import StackSummary
 from types import FrameType
 from typing import Any, NamedTuple
@@ -170,8 +171,12 @@ def _refuse_nested(key: str, leaf: Any) -> None:
         isinstance(x, torch.Tensor) for x in pytree.tree_leaves(leaf)
     ):
         return
-    names = list(map(str, leaf)) if isinstance(leaf, Mapping) else [f"x{i}" for i in range(len(leaf))]
-    inside = f"dict({', '.join(f'{n}={n}' for n in names)})" if isinstance(leaf, Mapping) else f"[{', '.join(names)}]"
+    fields = list(map(str, leaf)) if isinstance(leaf, Mapping) else getattr(leaf, "_fields", range(len(leaf)))
+    names = [str(n) if str(n).isidentifier() and not iskeyword(str(n)) else f"x{i}" for i, n in enumerate(fields)]
+    if isinstance(leaf, Mapping):
+        inside = f"{{{', '.join(f'{field!r}: {name}' for field, name in zip(fields, names, strict=True))}}}"
+    else:
+        inside = f"{type(leaf).__name__}({', '.join(names)})" if hasattr(leaf, "_fields") else f"[{', '.join(names)}]"
     raise UsageError(
         f"the batch's {key} is a {type(leaf).__name__} of tensors, but each tensor of a batch is an argument of its "
         f"own: put the model in a module whose forward(self, {', '.join(names)}) calls self.model({inside}), with the "
@@ -197,6 +202,15 @@ def check_batch(model: nn.Module, leaves: Mapping[str, Any], loss_fn: Callable[.
             raise UsageError(
                 f"the batch's {key} is a {type(leaf).__name__}; give tensors, numbers, strings or None, each tensor "
                 "as an argument of its own"
+            )
+        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
+            kind = "nested" if leaf.is_nested else "sparse"
+            remedy = (
+                "to_padded_tensor(0.0), with a mask beside" if leaf.is_nested else "to_dense(), or indices and values"
+            )
+            raise UsageError(
+                f"the batch's {key} is a {kind} tensor, whose sizes are values that a captured graph cannot know; give "
+                f"{key}.{remedy}"
             )
         if isinstance(leaf, torch.Tensor) and leaf.dim() and not len(leaf):
             raise UsageError(f"the batch's {key} has shape {tuple(leaf.shape)}, no rows; leave it out on all ranks")

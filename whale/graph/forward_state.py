@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from whale.errors import UsageError
 from whale.graph.capture_checks import SourceLine, is_model, located, place_of_frame, place_of_node
 from whale.graph.reach import REACHED, WATCHES, Reach, Same, hooks_of, untraced
 
@@ -84,6 +86,7 @@ class State:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.caches: list[Any] = []
+        self.fakes: list[Tensor] = []
 
     @untraced
     def now(self, *, only: Collection[Kept] | None = None, by_shape: bool = False) -> dict[Kept, Hashable]:
@@ -108,7 +111,7 @@ class State:
             kept = Kept(None, words)
             if only is None or kept in only:
                 found[kept] = reach.token(function)
-        self.caches = reach.caches
+        self.caches, self.fakes = reach.caches, reach.fakes
         return found
 
     def attributes(self) -> dict[str, dict[str, Any]]:
@@ -134,11 +137,14 @@ class _All(Reach):
         super().__init__(module)
         self._by_shape = by_shape
         self.caches: list[Any] = []
+        self.fakes: list[Tensor] = []
 
     def token(self, x: Any) -> Hashable:
         """The token of an object."""
         if isinstance(x, functools._lru_cache_wrapper):
             self.caches.append(x)
+        if isinstance(x, FakeTensor):
+            self.fakes.append(x)
         if self._by_shape and isinstance(x, Tensor):
             return Tensor, x.dtype, x.device, tuple(x.shape)
         found = super().token(x)
@@ -162,6 +168,20 @@ class _All(Reach):
             warnings.simplefilter("ignore", DeprecationWarning)
             return Same(x), self.token(x.__reduce__()[1:])
         return Same(x), length_hint(x, -1)
+
+
+class Left(Tensor):
+    """A tensor that a forward has left in Python, as a hook does that collects activations, when it was captured. It
+    has no data, and no step writes it: what uses it is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # its shape, its dtype
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise UsageError(
+            "the forward left this tensor in Python when it was captured, for the script, but steps do not write it: "
+            "return it from forward, and take it with train_step(**batch, outputs=True) or predict_step(**batch)"
+        )
 
 
 class Steadiness:
@@ -257,6 +277,14 @@ class Steadiness:
             "parallelize",
             place(changing or own),
         )
+
+    def leave(self, model: nn.Module) -> None:
+        """Let the tensors that the forward of this model has left outside of its copy say what they are."""
+        if any(kept.path is None for kept in self._kept):
+            state = State(model, self._state.loss_fn)
+            state.now()
+            for tensor in state.fakes:
+                tensor.__class__ = Left
 
     def check_second(self, first: Listing, second: Listing) -> None:
         """Compare this trace with one of another copy of the model after it, for what is not of the copy, such as a

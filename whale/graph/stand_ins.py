@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.nn.modules import transformer
@@ -141,12 +141,16 @@ def _not_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | 
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """Context for a capture: replaces what torch's modules call, and lets distributions not check their arguments."""
+    """Context for a capture: replaces what torch's modules call, and lets distributions not check their arguments. A
+    batch norm that synchronizes its statistics is one without: those of a step are of the whole batch."""
     detect, validate = transformer._detect_is_causal_mask, Distribution._validate_args
+    synchronizing = nn.SyncBatchNorm.forward
     transformer._detect_is_causal_mask = _not_causal
     Distribution._validate_args = False
+    nn.SyncBatchNorm.forward = nn.modules.batchnorm._BatchNorm.forward  # type: ignore[method-assign]
     try:
         yield
     finally:
         transformer._detect_is_causal_mask = detect
         Distribution._validate_args = validate
+        nn.SyncBatchNorm.forward = synchronizing  # type: ignore[method-assign]

@@ -20,12 +20,12 @@ __all__ = ["attend_checkpoints"]
 States = dict[str, Any]
 
 
-def attend_checkpoints() -> None:
-    """Look at the state dicts that torch makes and loads from now on."""
+def attend_checkpoints(refuse: Callable[[Optimizer, UsageError], None]) -> None:
+    """Look at the state dicts that torch makes and loads from now on; *refuse* tells ranks that wait for this one."""
     for name, around in (
         ("_maybe_full_or_cpu_state_dict", _refusing_parts),
         ("_unflatten_optim_state_dict", _without_empty_groups),
-        ("_split_optim_state_dict", _with_own_groups),
+        ("_split_optim_state_dict", functools.partial(_with_own_groups, refuse)),
     ):
         if hasattr(torch_states, name):
             setattr(torch_states, name, around(getattr(torch_states, name)))
@@ -53,18 +53,24 @@ def _without_empty_groups(unflatten: Callable[..., States]) -> Callable[..., Sta
     @functools.wraps(unflatten)
     def without_empty_groups(optim: Optimizer, *args: Any, **kwargs: Any) -> States:
         groups = optim.param_groups
-        optim.param_groups = [group for group in groups if group["params"]]
+        has_some = [any(x.numel() for x in group["params"]) for group in groups]
+        optim.param_groups = [group for group, some in zip(groups, has_some, strict=True) if some]
         try:
             found = unflatten(optim, *args, **kwargs)
         finally:
             optim.param_groups = groups
         filled = iter(found["param_groups"])
-        return {**found, "param_groups": [next(filled) if group["params"] else group for group in groups]}
+        return {
+            **found,
+            "param_groups": [next(filled) if some else group for group, some in zip(groups, has_some, strict=True)],
+        }
 
     return without_empty_groups
 
 
-def _with_own_groups(split: Callable[..., States]) -> Callable[..., States]:
+def _with_own_groups(
+    refuse: Callable[[Optimizer, UsageError], None], split: Callable[..., States]
+) -> Callable[..., States]:
     """The function that finds the states of an optimizer's groups in a state dict. A distributed checkpoint has the
     groups of one rank, where names do not say whose they are."""
 
@@ -73,10 +79,12 @@ def _with_own_groups(split: Callable[..., States]) -> Callable[..., States]:
         found = split(model, optim, *args, **kwargs)
         for own, group in zip(optim.param_groups, found.get("param_groups", ()), strict=False):
             if own["params"] and (missing := sorted(own.keys() - group.keys())):
-                raise UsageError(
+                error = UsageError(
                     f"the optimizer's state has no {missing[0]!r} for parameters that this rank has, and another rank "
                     "has not: save and load it with StateDictOptions(flatten_optimizer_state_dict=True)"
                 )
+                refuse(optim, error)
+                raise error
         return found
 
     return with_own_groups

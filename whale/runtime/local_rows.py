@@ -157,6 +157,7 @@ class LocalBatches:
         shares: the rows that each brings.
         refusals: of steps.
         leaves: names of the leaves whose first dim is the batch.
+        known: names of all leaves of the example; the values of others are compared in every step.
         host_group: of all ranks, for tensors on the CPU.
         group: of all ranks, for tensors on the ranks' devices.
         compared_first, compared_each: steps in which ranks with the same rows compare their values.
@@ -168,6 +169,7 @@ class LocalBatches:
     shares: RowShares
     refusals: Refusals
     leaves: frozenset[str]
+    known: frozenset[str]
     host_group: dist.ProcessGroup | None
     group: dist.ProcessGroup | None
     compared_first: int
@@ -220,7 +222,7 @@ class LocalBatches:
                 n: x.new_empty(0, *self._sizes(rank, n)) for n, x in self._of_rows(batch).items() if n in self.samples
             }
             batch = {**batch, **empty}
-        self._check_values(told, total, first, len(batch))
+        self._check_values(told, total, first, batch)
         like = {
             name: torch.empty(
                 (total, *self._whole(name, x)) if name in self.leaves else x.shape, dtype=x.dtype, device="meta"
@@ -307,7 +309,7 @@ class LocalBatches:
     def _told(self, batch: Mapping[str, Any], rows: int, given: str, looks: bool, replicas: float) -> Tensor:
         """The number of rows, a label of names and shapes, and samples of rows, other leaves and replicas."""
         zero = torch.zeros((), dtype=torch.float64)
-        tensors = {name: x for name, x in batch.items() if looks and isinstance(x, Tensor)}
+        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor) and (looks or name not in self.known)}
         own = sum((look_at(x).cpu() for name, x in tensors.items() if name in self.leaves), zero)
         shared = sum((look_at(x).cpu() for name, x in tensors.items() if name not in self.leaves), zero)
         return torch.tensor([rows, crc32(given.encode()), float(own), float(shared), replicas], dtype=torch.float64)
@@ -388,9 +390,10 @@ class LocalBatches:
                     f"{share}, as model.batch_share says; whale.shard_dataset(dataset, model) brings each rank its rows"
                 )
 
-    def _check_values(self, told: Sequence[Sequence[float]], rows: int, first: int, num_leaves: int) -> None:
+    def _check_values(self, told: Sequence[Sequence[float]], rows: int, first: int, batch: Mapping[str, Any]) -> None:
         """Compare samples of the values of ranks that bring the same rows."""
         known: dict[Any, int] = {}
+        num_leaves = len(batch)
         check_replicas([replicas for *_, replicas in told])
         if self._steps == 1:
             self._warn_of_copies(told, rows)
@@ -403,9 +406,11 @@ class LocalBatches:
                     "others; give both the same rows, as whale.shard_dataset(dataset, model) does"
                 )
             if count and abs(shared - told[first][3]) > num_leaves * ROUNDING:
+                others = [n for n, x in batch.items() if isinstance(x, Tensor) and n not in self.leaves]
                 raise UsageError(
-                    f"ranks {first} and {rank} brought other values in leaves whose first dim is not the batch, which "
-                    "are the same on all ranks"
+                    f"ranks {first} and {rank} brought other values in {', '.join(others)}, which must be the same on "
+                    f"all ranks: in the example batch {', '.join(sorted(self.leaves))} have rows. Name what has rows "
+                    "so, as the example was given (as keywords or by position), or give an example with all of it"
                 )
 
     def _warn_of_copies(self, told: Sequence[Sequence[float]], rows: int) -> None:

@@ -79,7 +79,7 @@ def _install() -> None:
     _installed.append(register_optimizer_step_pre_hook(_before_step))
     Optimizer.add_param_group = _attending(Optimizer.add_param_group)  # type: ignore[method-assign]
     Optimizer.__init__ = _of_any_number(Optimizer.__init__)  # type: ignore[method-assign]
-    attend_checkpoints()
+    attend_checkpoints(_refuse)
     for name in ("unscale_", "step"):
         setattr(torch.amp.GradScaler, name, _of_local_models(getattr(torch.amp.GradScaler, name)))
     # By the first torch's clip_grad_norm_ finds the norm, and by the second it scales.
@@ -129,10 +129,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         try:
             _check_elementwise(optimizer, owners)
         except UsageError as error:
-            for engine in engines:  # other ranks, whose parts it updates well, wait in the next step
-                engine.refuse(error)
+            _refuse(optimizer, error)
             raise
     _checked[optimizer] = num
+
+
+def _refuse(optimizer: Optimizer, error: UsageError) -> None:
+    """Tell the other ranks, which had no reason to refuse and wait in the next step."""
+    owners = _owners(p for group in optimizer.param_groups for p in group["params"])
+    engines = list(dict.fromkeys(engine for engine, _ in owners.values()))
+    if not engines:  # the rank has no parameters to know the model by
+        gc.collect()
+        engines = [engine for engine in _engines if not engine.holds_all]
+    for engine in engines if len(engines) == 1 or owners else ():
+        engine.refuse(error)
 
 
 def _attending(add_param_group: Callable[..., None]) -> Callable[..., None]:
@@ -147,7 +157,8 @@ def _attending(add_param_group: Callable[..., None]) -> Callable[..., None]:
             param_group["params"] = own
         add_param_group(self, param_group)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        if self not in _saved and any(_cut(*owner) is not None for owner in _owners(parameters).values()):
+        is_empty = not any(x.numel() for x in parameters) and any(not engine.holds_all for engine in _engines)
+        if self not in _saved and (is_empty or any(_cut(*owner) for owner in _owners(parameters).values())):
             _saved.add(self)
             self.register_state_dict_post_hook(_wrap_states)
             self.register_load_state_dict_pre_hook(_take_states)
@@ -222,8 +233,26 @@ def _take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     """A state dict with this rank's parts, of one with these parts or with whole tensors.
 
     Raises:
-        UsageError: a state is another part, or of another shape.
+        UsageError: a state is another part, or of another shape, or the groups are those of another layout.
     """
+    try:
+        return _taken(optimizer, state_dict)
+    except UsageError as error:
+        _refuse(optimizer, error)
+        raise
+
+
+def _taken(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    own_sizes, sizes = (
+        [len(g["params"]) for g in groups] for groups in (optimizer.param_groups, state_dict["param_groups"])
+    )
+    if own_sizes != sizes:
+        raise UsageError(
+            f"the optimizer's state has {_in_words(sizes)}, and this rank's optimizer {_in_words(own_sizes)}: it is of "
+            "the local model or of another layout, where ranks have other parameters. Take it by names, with "
+            "get_optimizer_state_dict of torch.distributed.checkpoint.state_dict and "
+            "StateDictOptions(flatten_optimizer_state_dict=True), and give it to set_optimizer_state_dict"
+        )
     states = dict(state_dict["state"])
     for number, _, engine, name, shard in _parts(optimizer, state_dict):
         taken = {}
@@ -244,18 +273,23 @@ def _take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     return {**state_dict, "state": states}
 
 
+def _in_words(sizes: Sequence[int]) -> str:
+    return f"{len(sizes)} group{'s' * (len(sizes) != 1)} of {', '.join(map(str, sizes))} parameters"
+
+
 def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, str]]) -> None:
     """Refuse an optimizer whose updates of parts are not parts of the updates.
 
     Raises:
         UsageError: it is such a one.
     """
+    is_owned = any(getattr(engine.tensors, "units", None) for engine, _ in owners.values())
+    all_of_them = "leave zero and offload out" if is_owned else "replicate() without split and stage"
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
             f"{type(optimizer).__name__} computes the loss at points that it finds from all parameters, of which a "
-            "rank has some, or parts: use an elementwise optimizer, such as AdamW, or replicate() without split and "
-            "stage"
+            f"rank has some, or parts: use an elementwise optimizer, such as AdamW, or {all_of_them}"
         )
     samples: dict[tuple[int, int, int | None], tuple[tuple[int, ...], Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -282,9 +316,9 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
             )
             return
         if error > SAME:
-            way = "replicate() without split and stage"
-            if any(getattr(engine.tensors, "units", None) for engine, _ in owners.values()):
-                way = "leave zero out" if dim is None else 'state_align="parameter", under which a rank has whole ones'
+            way = all_of_them
+            if is_owned and dim is not None:
+                way = 'state_align="parameter", under which a rank has whole ones'
             raise UsageError(
                 f"{type(optimizer).__name__} updates an element by others: on "
                 f"{'one of two tensors' if dim is None else 'a part of a tensor'} of shape {shape} it is off by "

@@ -8,7 +8,7 @@ reshards it; everything else is refused. Knows stretches of dims; no modules and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -86,9 +86,21 @@ class ShardTensor(Tensor):
         return f"ShardTensor([{stretches}] of {tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError(
-            f"{self!r} is this rank's part of a tensor: torch.save would write it as if it were the model's; save "
-            "model.full_state_dict(), which all ranks call, or use torch.distributed.checkpoint on model.state_dict()"
+        raise self._refused("torch.save would write it as if it were the model's")
+
+    def storage(self) -> NoReturn:
+        """Refused: files of tensors, such as those of safetensors, are written from it."""
+        raise self._refused("it has no memory of its whole shape")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused: it would be taken for the whole tensor."""
+        raise self._refused("it has no array of its whole shape")
+
+    def _refused(self, why: str) -> UsageError:
+        return UsageError(
+            f"{self!r} is this rank's part of a tensor: {why}; save model.full_state_dict(), which all ranks call, or "
+            "use torch.distributed.checkpoint on model.state_dict(), for an optimizer on "
+            "get_optimizer_state_dict(model, optimizer)"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:

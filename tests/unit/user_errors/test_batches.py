@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -186,6 +186,13 @@ def test_a_loss_without_a_parameter_or_a_gradient_is_refused_with_its_line() -> 
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
+class Pair(NamedTuple):
+    """A batch with names."""
+
+    tokens: Tensor
+    labels: Tensor
+
+
 @pytest.mark.parametrize(
     ("batch", "parts"),
     [
@@ -196,9 +203,19 @@ def test_a_loss_without_a_parameter_or_a_gradient_is_refused_with_its_line() -> 
             {"batch": {"tokens": torch.zeros(4, 6).long(), "labels": torch.zeros(4, 6).long()}},
             [
                 "batch is a dict of tensors",
-                "forward(self, tokens, labels) calls self.model(dict(tokens=tokens, labels=la",
+                "forward(self, tokens, labels) calls self.model({'tokens': tokens, 'labels': labels})",
             ],
         ),
+        (
+            (Pair(**tokens()),),
+            ["args[0] is a Pair", "forward(self, tokens, labels) calls self.model(Pair(tokens, labels))"],
+        ),
+        ({"batch": {"in": torch.ones(4), "2": torch.ones(4)}}, ["forward(self, x0, x1)", "{'in': x0, '2': x1}"]),
+        (
+            {"tokens": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)},
+            ["tokens is a nested tensor", "to_padded_tensor"],
+        ),
+        ({"tokens": torch.eye(4).to_sparse()}, ["tokens is a sparse tensor", "to_dense"]),
         (([torch.zeros(4, 6).long()],), ["args[0] is a list of tensors", "forward(self, x0) calls self.model([x0])"]),
         ({"tokens": torch.zeros(4, 6).long()}, ["the batch has tokens", "(tokens, labels)", "'labels'"]),
         (tokens() | {"mask": torch.ones(8)}, ["tokens, labels, mask", "unexpected keyword argument 'mask'"]),
