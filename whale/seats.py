@@ -24,7 +24,7 @@ __all__ = ["Seat", "seating"]
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """What a rank is for: a type of device with its memory (0: any), and a host, if one is named."""
+    """The device that a rank is for: its type, its memory (0: any), and its host, if one is named."""
 
     device_type: str
     memory_bytes: int = 0
@@ -102,8 +102,8 @@ def _agent(place: RankLocation) -> tuple[str, str]:
 
 
 def _means(place: RankLocation, wanted: Mapping[str, int]) -> set[str]:
-    """Those of the wanted types that the device of a process may be: all for a processor that stands for none; else by
-    its name and the catalog's, and what the catalog has not, if nothing else is meant."""
+    """The types, of those that are wanted, that the device of a process may be: all for a processor that stands for
+    none; else by its name and the catalog's, and what the catalog has not, if nothing else is meant."""
     if place.stands_for:
         return {place.stands_for} & set(wanted)
     if place.device_type == "cpu":

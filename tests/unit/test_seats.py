@@ -1,4 +1,4 @@
-"""Which process of a launch is which rank, by the device that it has."""
+"""Seats of a launch: the rank of each process, by the device that it has."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a process computes on: its type of device, its host, its memory. It measures nothing, and knows no other
-process."""
+"""The location of a process: the type and the memory of its device, and its host. It measures nothing, and knows no
+other process."""
 
 from __future__ import annotations
 
