@@ -159,7 +159,7 @@ class _Loading:
         self._check_objects()
         for of, value in self.kinds.objects.items():
             if of in self.manifest.objects:
-                state = decoded(self.manifest.objects[of], partial(self._numbered, of))
+                state = self._decoded(self.manifest.objects[of], partial(self._numbered, of))
                 self.actions.append(partial(value.load_state_dict, state))
         for of, model in self.kinds.models.items():
             if of in self.manifest.names:
@@ -193,6 +193,12 @@ class _Loading:
         if form is None:
             raise CheckpointError(f"{self.reader.folder} has no {key}")
         return tensor_of(self.reader.read(key, at), form[0])
+
+    def _decoded(self, value: Any, tensor: Callable[[int], Tensor]) -> Any:
+        try:
+            return decoded(value, tensor)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.reader.folder}: {error}") from error
 
     def _numbered(self, of: str, number: int) -> Tensor:
         return self._tensor(Key(of, "", str(number)))
@@ -304,7 +310,7 @@ class _Loading:
                 )
         for index in self.reader.indexes:
             for state, value in index.values.get(of, {}).get(name, {}).items():
-                found[state] = decoded(value, partial(self._inner, Key(of, state, name)))
+                found[state] = self._decoded(value, partial(self._inner, Key(of, state, name)))
         return found
 
     @property
@@ -336,7 +342,7 @@ class _Loading:
                 "differ: make the groups as they were"
             )
         rank, first = found[0]
-        return {k: decoded(v, lambda n: self._tensor(options_key(of, rank, n))) for k, v in first.options.items()}
+        return {k: self._decoded(v, lambda n: self._tensor(options_key(of, rank, n))) for k, v in first.options.items()}
 
 
 def _without_numbers(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class _Saving(threading.Thread):
         if rank == 0:
             try:
                 folder = folders.begin(self.directory, self.manifest.step)
-            except (OSError, CheckpointError) as error:
+            except Exception as error:  # the others wait
                 self.meeting.put("folder", ["", _said(error)])
                 raise self._failed(0, _said(error)) from error
             self.meeting.put("folder", [folder.name, ""])

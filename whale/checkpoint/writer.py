@@ -57,6 +57,7 @@ def write_rank(
     Raises:
         OSError: they cannot be written.
     """
+    pieces = aligned(pieces)
     header = header_of(pieces)
     path = folder / data_name(rank)
     parts = []
@@ -90,6 +91,11 @@ def write_rank(
     text = index.model_dump_json().encode()
     write_synced(folder / index_name(rank), text)
     return hashlib.sha256(text).hexdigest()
+
+
+def aligned(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces in an order in which each begins at a multiple of its elements' size, as readers want."""
+    return sorted(pieces, key=lambda piece: -DTYPE_BYTES[piece.dtype])
 
 
 def header_of(pieces: Sequence[Piece]) -> bytes:
