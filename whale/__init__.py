@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from whale.api import parallelize, verify
     from whale.checkpoint.load import load_checkpoint
     from whale.checkpoint.save import save_checkpoint, wait_for_checkpoints
+    from whale.checkpoint.weights import load_weights
     from whale.data import shard_dataset
     from whale.errors import WhaleError
     from whale.graph.row_wise import row_wise
@@ -34,6 +35,7 @@ __all__ = [
     "cluster",
     "launch",
     "load_checkpoint",
+    "load_weights",
     "parallelize",
     "replicate",
     "row_wise",
@@ -54,6 +56,7 @@ _HOMES = {
     "cluster": "whale.annotations",
     "launch": "whale.launcher",
     "load_checkpoint": "whale.checkpoint.load",
+    "load_weights": "whale.checkpoint.weights",
     "parallelize": "whale.api",
     "replicate": "whale.annotations",
     "row_wise": "whale.graph.row_wise",

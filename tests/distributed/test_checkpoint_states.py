@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import whale
@@ -213,6 +214,30 @@ def test_experts_and_interleaved_stages_are_resharded(worlds: Worlds, tmp_path: 
     for found, its_losses in worlds.run(2, of_kind, kind, tmp_path / "one", False):
         assert alike(state, found)
         assert its_losses == pytest.approx(losses, rel=1e-9)
+
+
+def weights(world: World, folder: Path) -> tuple[bool, bool, str]:
+    """Whether weights of files are loaded into parts; the refusal of others, which one rank alone sees."""
+    expected = {name: tensor + 1 for name, tensor in Small().double().state_dict().items()}
+    if world.rank == 0:
+        save_file(expected, folder / "model.safetensors")
+        (folder / "other").mkdir()
+        save_file({**expected, "up.weight": torch.ones(8, 6)[:, :3].contiguous()}, folder / "other/model.safetensors")
+    torch.distributed.barrier()
+    expected = load_file(folder / "model.safetensors")
+    model = small({"": whale.split()})
+    whale.load_weights(folder, model)
+    found = alike(model.full_state_dict(), expected)
+    with pytest.raises(CheckpointError) as caught:
+        whale.load_weights(folder / "other" if world.rank else folder, model)
+    return found, alike(model.full_state_dict(), expected), str(caught.value)
+
+
+def test_weights_of_files_are_loaded_into_parts(worlds: Worlds, tmp_path: Path) -> None:
+    for loaded, kept, refusal in worlds.run(2, weights, tmp_path):
+        assert loaded
+        assert kept
+        assert "rank 1: up.weight has shape (8, 3), but the model's is (8, 6)" in refusal
 
 
 # --- failures

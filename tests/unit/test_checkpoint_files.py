@@ -252,6 +252,7 @@ def test_an_index_of_an_enemy_is_refused(runs: Runs, copy: Path, index: dict[str
         {"indexes": ["0" * 64] * 3},
         {"names": {"model": {"0.bias": "../x"}}},
         {"names": {"model": {}}},
+        {"names": {}},
         {"optimizers": {"optimizer": "SGD"}},
         {"objects": {"other": 1}},
         {"unknown": True},

@@ -20,6 +20,7 @@ PUBLIC = {
     "cluster",
     "launch",
     "load_checkpoint",
+    "load_weights",
     "parallelize",
     "replicate",
     "row_wise",

@@ -20,7 +20,7 @@ from whale.checkpoint.format import MANIFEST, is_step_name, step_name
 from whale.checkpoint.writer import synced_folder, write_synced
 from whale.errors import CheckpointError
 
-__all__ = ["begin", "commit", "steps"]
+__all__ = ["begin", "checkpoint_in", "commit", "steps"]
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0
@@ -107,3 +107,11 @@ def _lock(directory: Path) -> None:
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     _locks[key] = file
+
+
+def checkpoint_in(path: Path) -> Path | None:
+    """The folder of a checkpoint: *path* itself, or the newest in it; None if it is neither."""
+    if is_step_name(path.name) and (path / MANIFEST).is_file():
+        return path
+    found = steps(path) if path.is_dir() else []
+    return path / step_name(found[0]) if found else None

@@ -270,6 +270,12 @@ class Manifest(Record):
     loss_scaler: dict[_Name, int | float] | None = None
     versions: dict[_Name, _Name] = Field(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        if "model" not in self.names:
+            raise ValueError("names: there is no model")
+        return self
+
 
 # --- files
 

@@ -29,7 +29,7 @@ from whale.checkpoint.format import (
 )
 from whale.checkpoint.reader import Array
 
-__all__ = ["Piece", "synced_folder", "write_rank", "write_synced"]
+__all__ = ["Piece", "header_of", "synced_folder", "write_all", "write_rank", "write_synced"]
 
 _WRITE_BYTES = 1 << 26
 
@@ -62,7 +62,7 @@ def write_rank(
     path = folder / data_name(rank)
     parts = []
     with open(path, "xb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(header))
+        write_all(file.fileno(), memoryview(header))
         offset = len(header)
         for piece in pieces:
             data = memoryview(np.ascontiguousarray(piece.elements).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def write_rank(
                 hashlib.sha256(data[start * row_bytes : (start + per_chunk) * row_bytes]).hexdigest()
                 for start in range(0, rows, per_chunk)
             ]
-            _write_all(file.fileno(), data)
+            write_all(file.fileno(), data)
             parts.append(
                 Part.model_construct(
                     **piece.key._asdict(),
@@ -119,7 +119,7 @@ def header_of(pieces: Sequence[Piece]) -> bytes:
 def write_synced(path: Path, content: bytes) -> None:
     """Write a new file to the disk."""
     with open(path, "xb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(content))
+        write_all(file.fileno(), memoryview(content))
         os.fsync(file.fileno())
 
 
@@ -132,6 +132,7 @@ def synced_folder(path: Path) -> None:
         os.close(folder)
 
 
-def _write_all(file: int, data: memoryview) -> None:
+def write_all(file: int, data: memoryview) -> None:
+    """Write all bytes to an open file."""
     while data:
         data = data[os.write(file, data[:_WRITE_BYTES]) :]
