@@ -4,9 +4,9 @@ plan.
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 examples/resume.py --crash 5
     python examples/resume.py                                  # or without a crash; under torchrun, too
 
-Every second step is saved, while the next one runs. With --crash 5 the last rank kills itself before step 5, at the first
-attempt: torchrun starts all ranks again, which load the newest checkpoint. At the end the checkpoint of step 4 is loaded
-into a model that is divided in another way, whose last steps are compared, too.
+Every second step is saved, while the next one runs. With --crash 5 the last rank kills itself before step 5, at the
+first attempt: torchrun starts all ranks again, which load the newest checkpoint. At the end the checkpoint of step 4 is
+loaded into a model that is divided in another way, whose last steps are compared, too.
 """
 
 import argparse

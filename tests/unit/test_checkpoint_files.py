@@ -509,3 +509,20 @@ def test_a_checkpoint_of_version_1_is_read(tmp_path: Path) -> None:
             if reader.form(key)[0] == "F64"  # type: ignore[index]
         }
         assert found == expected
+
+
+def test_a_second_job_does_not_save_to_the_directory(runs: Runs, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_LOCK_SECONDS", 0.1)
+    ready, done = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        folders.begin(copy, 3)
+        os.write(ready[1], b".")
+        os.read(done[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    with pytest.raises(CheckpointError, match=rf"process {child} on .* saves checkpoints here"):
+        whale.save_checkpoint(copy, runs.model, step=3, optimizer=runs.optimizer, asynchronous=False)
+    os.write(done[1], b".")
+    os.waitpid(child, 0)
+    whale.save_checkpoint(copy, runs.model, step=3, optimizer=runs.optimizer, asynchronous=False)
+    assert folders.steps(copy) == [3, 2]

@@ -270,8 +270,9 @@ class _Loading:
         saved = self._names(saved_of, engine)
         names = {i: saved[name] for i, name in names_of(engine).items() if name in saved}
         states = {
-            id(p): (p, self._states(of, names[id(p)], p, engine, names_of(engine)[id(p)]))
-            for p in parameters
+            id(p): (p, self._states(of, names[id(p)], p, engine, names_of(engine)[id(p)], _steps_on_device(group)))
+            for group in optimizer.param_groups
+            for p in group["params"]
             if id(p) in names
         }
         options = [self._options(of, position, group, names) for position, group in enumerate(optimizer.param_groups)]
@@ -290,7 +291,9 @@ class _Loading:
 
         self.actions.append(write)
 
-    def _states(self, of: str, name: str, parameter: Tensor, engine: Engine, own_name: str) -> dict[str, Any]:
+    def _states(
+        self, of: str, name: str, parameter: Tensor, engine: Engine, own_name: str, steps_on_device: bool
+    ) -> dict[str, Any]:
         """The states of a parameter on this rank, as its optimizer has them."""
         shard = engine.shard(own_name)
         own = shard.parts[engine.world.rank]
@@ -302,7 +305,8 @@ class _Loading:
                 found[key.state] = like.copy_(self._tensor(key, own))
             elif not shape or own == shard.whole:
                 tensor = self._tensor(key)
-                found[key.state] = tensor if key.state == "step" or not shape else tensor.to(parameter.device)
+                on_host = key.state == "step" and not steps_on_device
+                found[key.state] = tensor if on_host else tensor.to(parameter.device)
             else:
                 raise _Mismatch(
                     f"{key} has shape {shape}, and the parameter {shard.shape}, of which rank {engine.world.rank} has "
@@ -343,6 +347,11 @@ class _Loading:
             )
         rank, first = found[0]
         return {k: self._decoded(v, lambda n: self._tensor(options_key(of, rank, n))) for k, v in first.options.items()}
+
+
+def _steps_on_device(group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer has the numbers of steps where the parameters are, as torch decides it."""
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def _without_numbers(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class Reader:
         self.parts: dict[Key, list[Placed]] = {}
         self.bytes_read = 0
         self._files: dict[int, int] = {}
+        self._scratch = np.empty(0, np.uint8)
         for rank, digest in enumerate(self.manifest.indexes):
             index, size = parse_index(folder / index_name(rank), digest)
             self.indexes.append(index)
@@ -201,10 +202,12 @@ class Reader:
         return done
 
     def _chunk(self, part: Part, rank: int, chunk: int, into: Array | None) -> Array:
-        """The elements of a chunk, in an array if one is given."""
+        """The elements of a chunk, in an array if one is given; else in memory that the next chunk has, too."""
         first, last = chunk * part.rows, min((chunk + 1) * part.rows, part.num_rows)
         size = (last - first) * part.row_bytes
-        found = into if into is not None else empty((size // DTYPE_BYTES[part.dtype],), part.dtype)
+        if into is None and self._scratch.nbytes < size:
+            self._scratch = np.empty(size, np.uint8)
+        found = self._scratch[:size].view(f"u{DTYPE_BYTES[part.dtype]}") if into is None else into
         view = memoryview(found.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         place = self.folder / data_name(rank)
         try:

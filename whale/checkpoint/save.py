@@ -213,12 +213,15 @@ class _Saving(threading.Thread):
             self.meeting.put("done", [who, failure])
 
     def _wait_until_seen(self) -> None:
+        """Wait until all ranks know that the checkpoint is complete, and leave nothing in the store."""
         world = self.meeting.world
         last = Board.__new__(Board)
         last.__dict__.update(self.meeting.__dict__, patience_seconds=_LAST_SECONDS)
         with suppress(WhaleError):
             for rank in range(world.size):
                 last.get(f"seen/{rank}")
+            ranks = [f"{topic}/{rank}" for topic in ("written", "seen") for rank in range(world.size)]
+            last.forget(["folder", "done", *ranks])
 
     def _failed(self, rank: int, why: str) -> CheckpointError:
         return CheckpointError(
