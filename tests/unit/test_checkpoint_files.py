@@ -100,6 +100,8 @@ def test_the_newest_is_loaded_and_an_older_one_by_its_step(runs: Runs) -> None:
     done = whale.load_checkpoint(runs.directory, runs.model, step=1, optimizer=runs.optimizer)
     assert done is not None and done.step == 1 and done.bytes_read > 0
     assert same(values(runs.model, runs.optimizer), runs.values[1])
+    done = whale.load_checkpoint(runs.directory / step_name(1), runs.model, optimizer=runs.optimizer)
+    assert done is not None and done.step == 1
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 7; it has \[2, 1\]"):
         whale.load_checkpoint(runs.directory, runs.model, step=7, optimizer=runs.optimizer)
 

@@ -47,8 +47,10 @@ __all__ = [
     "Part",
     "data_name",
     "index_name",
+    "index_of",
     "is_step_name",
     "length",
+    "manifest_of",
     "open_file",
     "parse_index",
     "parse_manifest",
@@ -243,8 +245,11 @@ class Index(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Index:
-        for part in self.parts:
-            if part.offset + part.num_rows * part.row_bytes > self.bytes:
+        sizes = [part.num_rows * part.row_bytes for part in self.parts]
+        if sum(sizes) > self.bytes:
+            raise ValueError(f"parts have {sum(sizes)} bytes, and the file {self.bytes}")
+        for part, size in zip(self.parts, sizes, strict=True):
+            if part.offset + size > self.bytes:
                 raise ValueError(f"{part.key} ends after the {self.bytes} bytes of the file")
         return self
 
@@ -333,7 +338,12 @@ def parse_index(path: Path, digest: str) -> tuple[Index, int]:
     content = read_file(path, MAX_INDEX_BYTES)
     if hashlib.sha256(content).hexdigest() != digest:
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not that in {MANIFEST}")
-    return _validated(Index, content, path), len(content)
+    return index_of(content, path), len(content)
+
+
+def index_of(content: bytes, path: Path) -> Index:
+    """The index with this content; *path* is for errors."""
+    return _validated(Index, content, path)
 
 
 def _canonical(content: object) -> str:
@@ -354,9 +364,13 @@ def parse_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: it is missing or damaged, breaks a limit, or is of a later version.
     """
+    return manifest_of(read_file(path, MAX_MANIFEST_BYTES), path)
+
+
+def manifest_of(content: bytes, path: Path) -> Manifest:
+    """The manifest with this content; *path* is for errors."""
     try:
-        text = read_file(path, MAX_MANIFEST_BYTES).decode("utf-8")
-        outer, _ = parse_json(text, str(path))
+        outer, _ = parse_json(content.decode("utf-8"), str(path))
     except (UnicodeDecodeError, InputFileError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     version = outer.get("version")
@@ -364,7 +378,7 @@ def parse_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged, or none of Whale's: it names no format")
     if version != VERSION:
         raise CheckpointError(f"{path} has version {version} of the format, and this Whale reads {VERSION}: update it")
-    content = _canonical(outer.get("content"))
-    if hashlib.sha256(content.encode()).hexdigest() != outer.get("sha256"):
+    inner = _canonical(outer.get("content"))
+    if hashlib.sha256(inner.encode()).hexdigest() != outer.get("sha256"):
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not that of its content")
-    return _validated(Manifest, content, path)
+    return _validated(Manifest, inner, path)

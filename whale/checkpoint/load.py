@@ -24,7 +24,7 @@ from whale.checkpoint.collect import (
     sorted_out,
     state_tensor_key,
 )
-from whale.checkpoint.folder import steps
+from whale.checkpoint.folder import checkpoint_in, steps
 from whale.checkpoint.format import Group, Intervals, Key, step_name
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.save import wait_for_checkpoints
@@ -74,7 +74,7 @@ def load_checkpoint(
     damaged, all ranks take the checkpoint before, and rank 0 warns. Nothing in a file is executed.
 
     Args:
-        directory: of the run.
+        directory: of the run; or the folder of one checkpoint in it.
         model: the parallel model, made with any plan.
         step: that of the checkpoint to load, by default the newest.
         strict: whether it is an error if names of parameters, or of objects, are not the same.
@@ -92,6 +92,8 @@ def load_checkpoint(
     kinds = sorted_out(model, state)
     world, directory = engine_of(model).world, Path(directory).absolute()
     meeting = Board(world, "checkpoint that is loaded", world.failures.timeout_seconds)
+    if step is None and checkpoint_in(directory) == directory:  # one of them was named
+        directory, step = directory.parent, int(directory.name.removeprefix("step-"))
     if world.rank == 0:
         meeting.put("steps", steps(directory))
     found = meeting.get("steps")

@@ -103,6 +103,7 @@ class Reader:
         self._scratch = np.empty(0, np.uint8)
         for rank, digest in enumerate(self.manifest.indexes):
             index, size = parse_index(folder / index_name(rank), digest)
+            self._check_size(rank, index.bytes)
             self.indexes.append(index)
             self.bytes_read += size
             for part in index.parts:
@@ -113,6 +114,15 @@ class Reader:
                 raise CheckpointError(f"{folder} is damaged: parts of {key} have several shapes or dtypes")
             if sum(prod(one.local_shape) for one, _ in placed) != prod(first.shape):
                 raise CheckpointError(f"{folder} is damaged: the parts of {key} are not all of its elements")
+
+    def _check_size(self, rank: int, written: int) -> None:
+        path = self.folder / data_name(rank)
+        try:
+            size = os.stat(path, follow_symlinks=False).st_size
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        if size != written:
+            raise CheckpointError(f"{path} has {size} bytes, but {written} were written")
 
     def __enter__(self) -> Reader:
         return self
@@ -163,11 +173,6 @@ class Reader:
             CheckpointError: names the first part that is damaged.
         """
         for rank, index in enumerate(self.indexes):
-            size = os.fstat(self._file(rank)).st_size
-            if size != index.bytes:
-                raise CheckpointError(
-                    f"{self.folder / data_name(rank)} has {size} bytes, but {index.bytes} were written"
-                )
             for part in index.parts:
                 for chunk in range(part.num_chunks):
                     self._chunk(part, rank, chunk, None)
