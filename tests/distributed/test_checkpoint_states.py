@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import whale
-from tests.distributed.parity import Worlds
+from tests.distributed.parity import Worlds, cluster_of
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
 from whale.checkpoint import folder as folders
@@ -214,6 +214,51 @@ def test_experts_and_interleaved_stages_are_resharded(worlds: Worlds, tmp_path: 
     for found, its_losses in worlds.run(2, of_kind, kind, tmp_path / "one", False):
         assert alike(state, found)
         assert its_losses == pytest.approx(losses, rel=1e-9)
+
+
+WIDE = {"x": torch.linspace(-1, 1, 4 * 1024).view(4, 1024)}
+READS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "dp": ({}, {}, 1.02),
+    "pp": ({"0": whale.stage(), "2": whale.stage()}, {}, 1.02),
+    "tp": ({"": whale.split()}, {}, 1.15),
+    "tp 3:1": ({"": whale.split()}, {"cluster": cluster_of((3.0, 1.0))}, 1.4),
+    "zero 3:1": ({}, {"zero": 3, "state_shares": [3, 1]}, 1.3),
+}
+"""Layouts, options, and what ranks may read at most as a part of what they own. A quarter of 1536 columns is in two
+tiles of 256, which are a third more."""
+
+
+def reads(world: World, folder: Path) -> dict[tuple[str, str], float]:
+    """For each pair of layouts, as saved and as loaded, the bytes read as a part of what this rank owns."""
+    found = {}
+    runs = {}
+    for name, (layout, options, _) in READS.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1024, 1536), nn.ReLU(), nn.Linear(1536, 1024))
+        if layout:
+            whale.annotate(model, layout)
+        made = whale.parallelize(
+            model, (WIDE["x"],), loss_fn=lambda y, batch: y.square().mean(), device="cpu", **options
+        )
+        optimizer = torch.optim.AdamW(made.parameters())
+        made.train_step(WIDE["x"])
+        optimizer.step()
+        runs[name] = made, optimizer
+        whale.save_checkpoint(folder / name, made, step=1, optimizer=optimizer)
+    whale.wait_for_checkpoints()
+    for name, (made, optimizer) in runs.items():
+        own = sum(p.numel() * 12 for p in made.parameters())
+        for other in READS:
+            done = whale.load_checkpoint(folder / other, made, optimizer=optimizer)
+            assert done is not None
+            found[other, name] = done.bytes_read / own
+    return found
+
+
+def test_ranks_read_little_but_their_parts(worlds: Worlds, tmp_path: Path) -> None:
+    for rank, found in enumerate(worlds.run(2, reads, tmp_path)):
+        for (saved, name), ratio in found.items():
+            assert ratio <= max(READS[name][2], READS[saved][2]), f"rank {rank}, from {saved} to {name}"
 
 
 def weights(world: World, folder: Path) -> tuple[bool, bool, str]:

@@ -65,7 +65,7 @@ Intervals = tuple[tuple[tuple[int, int], ...], ...]
 
 VERSION = 1
 MANIFEST = "manifest.json"
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 """About as much of a part has a digest of its own."""
 
 DTYPE_BYTES: Mapping[str, int] = {

@@ -25,10 +25,10 @@ from whale.checkpoint.collect import (
     state_tensor_key,
 )
 from whale.checkpoint.folder import checkpoint_in, steps
-from whale.checkpoint.format import Group, Intervals, Key, step_name
+from whale.checkpoint.format import Group, Intervals, Key, length, step_name, whole
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.save import wait_for_checkpoints
-from whale.checkpoint.tensors import DTYPES, tensor_of
+from whale.checkpoint.tensors import DTYPES, elements
 from whale.checkpoint.values import decoded
 from whale.errors import CheckpointError, WhaleError
 from whale.runtime.engine import Engine
@@ -194,7 +194,11 @@ class _Loading:
         form = self.reader.form(key)
         if form is None:
             raise CheckpointError(f"{self.reader.folder} has no {key}")
-        return tensor_of(self.reader.read(key, at), form[0])
+        dtype, shape = form
+        at = whole(shape) if at is None else at
+        made = torch.empty(tuple(map(length, at)), dtype=DTYPES[dtype])
+        self.reader.read_into(key, at, elements(made, copied=False))
+        return made
 
     def _decoded(self, value: Any, tensor: Callable[[int], Tensor]) -> Any:
         try:
@@ -303,8 +307,10 @@ class _Loading:
         for key in self._keys.get((of, name), ()):
             dtype, shape = self.reader.form(key) or ("", ())
             if shape and shape == shard.shape:
-                like = torch.empty_like(parameter, dtype=DTYPES[dtype])
-                found[key.state] = like.copy_(self._tensor(key, own))
+                tensor = self._tensor(key, own)
+                if not (parameter.is_contiguous() and parameter.device == tensor.device):
+                    tensor = torch.empty_like(parameter, dtype=DTYPES[dtype]).copy_(tensor)
+                found[key.state] = tensor
             elif not shape or own == shard.whole:
                 tensor = self._tensor(key)
                 on_host = key.state == "step" and not steps_on_device
