@@ -9,6 +9,7 @@ file with values exchanged, and any tree of values. Whatever the text, reading m
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import tomllib
 from collections.abc import Callable, Mapping
@@ -20,8 +21,10 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
+from whale.checkpoint.format import Index, Manifest, index_of, manifest_of
+from whale.checkpoint.values import decoded
 from whale.commands.rank_traces import parse_trace, summary
-from whale.errors import InputFileError
+from whale.errors import CheckpointError, InputFileError
 from whale.ir.cluster import Cluster
 from whale.ir.document import Format
 from whale.ir.plan import Plan
@@ -150,6 +153,54 @@ GOOD_TRACE = {
     ],
 }
 
+GOOD_MANIFEST: dict[str, Any] = {
+    "format": "whale-checkpoint",
+    "version": 1,
+    "sha256": "",
+    "content": {
+        "step": 2,
+        "indexes": ["0" * 64],
+        "names": {"model": {"head.weight": "embed.weight", "embed.weight": "embed.weight"}},
+        "optimizers": {"optimizer": "AdamW"},
+        "objects": {"scheduler": {"milestones": {"$counter": [[1, 1]]}, "best": {"$float": "inf"}}},
+        "loss_scaler": {"scale": 65536.0},
+        "versions": {"torch": "2.13"},
+    },
+}
+GOOD_INDEX: dict[str, Any] = {
+    "bytes": 200,
+    "parts": [
+        {"of": "model", "name": "embed.weight", "dtype": "F32", "shape": [4, 6], "at": "0-2;0-3,5-6", "offset": 64,
+         "rows": 1, "sha256": "01" * 64},
+        {"of": "optimizer", "state": "step", "name": "embed.weight", "dtype": "F32", "shape": [], "at": "",
+         "offset": 96, "rows": 1, "sha256": "23" * 32},
+    ],
+    "groups": {"optimizer": [{"names": ["embed.weight"], "options": {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}}}]},
+    "values": {"optimizer": {"embed.weight": {"momentum": None, "odd": {"$dict": [[1, {"$bytes": "AA=="}]]}}}},
+}  # fmt: skip
+
+
+def signed(text: str) -> bytes:
+    """A manifest with the digest of its content, as an enemy gives it, if there is any content."""
+    with suppress(LookupError, ValueError, TypeError, RecursionError):
+        outer = json.loads(text)
+        content = json.dumps(outer["content"], sort_keys=True, separators=(",", ":"), allow_nan=False)
+        text = json.dumps(outer | {"sha256": hashlib.sha256(content.encode()).hexdigest()})
+    return text.encode("utf-8", "replace")
+
+
+def checkpoint_of(parse: Callable[[bytes], Manifest | Index], content: bytes) -> object:
+    """A manifest or an index, and the values in it."""
+    try:
+        found = parse(content)
+        if isinstance(found, Manifest):
+            return found, decoded(found.objects, lambda number: number)
+        options = [decoded(group.options, lambda number: number) for own in found.groups.values() for group in own]
+        return found, options, [decoded(value, lambda number: number) for value in found.values.values()]
+    except CheckpointError as error:
+        raise InputFileError(str(error)) from error
+
+
 KINDS = (
     FileKind(
         name="cluster",
@@ -185,6 +236,22 @@ KINDS = (
         good=GOOD_TRACE,
         words=("whale: train step", "whale: all-reduce loss", "kernel", "gpu_user_annotation", "nccl", "M", "X"),
         parse=lambda text, format: summary(parse_trace(text, Path("rank0.json")), alone=True),
+    ),
+    FileKind(
+        name="checkpoint manifest",
+        formats=("json",),
+        good=GOOD_MANIFEST,
+        words=("$tensor", "$dict", "$tuple", "$bytes", "$float", "whale-checkpoint", "../..", "0" * 64),
+        parse=lambda text, format: checkpoint_of(lambda c: manifest_of(c, Path("manifest.json")), signed(text)),
+    ),
+    FileKind(
+        name="checkpoint index",
+        formats=("json",),
+        good=GOOD_INDEX,
+        words=("$tensor", "$dict", "$tuple", "0-4", "0-2,1-3", ";", "F64", "BOOL", "0" * 64),
+        parse=lambda text, format: checkpoint_of(
+            lambda c: index_of(c, Path("rank-00000.json")), text.encode("utf-8", "replace")
+        ),
     ),
 )
 

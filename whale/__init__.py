@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whale.annotations import annotate, cluster, replicate, set_default_strategy, split, stage
     from whale.api import parallelize, verify
+    from whale.checkpoint.load import load_checkpoint
+    from whale.checkpoint.save import save_checkpoint, wait_for_checkpoints
+    from whale.checkpoint.weights import load_weights
     from whale.data import shard_dataset
     from whale.errors import WhaleError
     from whale.graph.row_wise import row_wise
@@ -31,14 +34,18 @@ __all__ = [
     "annotate",
     "cluster",
     "launch",
+    "load_checkpoint",
+    "load_weights",
     "parallelize",
     "replicate",
     "row_wise",
+    "save_checkpoint",
     "set_default_strategy",
     "shard_dataset",
     "split",
     "stage",
     "verify",
+    "wait_for_checkpoints",
 ]
 
 _HOMES = {
@@ -48,14 +55,18 @@ _HOMES = {
     "annotate": "whale.annotations",
     "cluster": "whale.annotations",
     "launch": "whale.launcher",
+    "load_checkpoint": "whale.checkpoint.load",
+    "load_weights": "whale.checkpoint.weights",
     "parallelize": "whale.api",
     "replicate": "whale.annotations",
     "row_wise": "whale.graph.row_wise",
+    "save_checkpoint": "whale.checkpoint.save",
     "set_default_strategy": "whale.annotations",
     "shard_dataset": "whale.data",
     "split": "whale.annotations",
     "stage": "whale.annotations",
     "verify": "whale.api",
+    "wait_for_checkpoints": "whale.checkpoint.save",
 }
 
 

@@ -43,6 +43,7 @@ from whale.runtime.initial_values import InitialValues, values_of_builder, value
 from whale.runtime.launch import World, describe, initialize, name_of_unsupported
 from whale.runtime.module import ParallelModule
 from whale.runtime.random import RNGPosition
+from whale.seats import seating
 
 __all__ = ["ParallelModule", "ParityReport", "ReplicaReport", "parallelize", "verify", "verify_replicas"]
 
@@ -212,8 +213,9 @@ def parallelize(
     if plan is not None:
         plan.check_world(launch.size)
     world: World | None = None
+    seats = seating(described, plan)
     if described is None and not automatic and launch.size > 1 and launch.device.type == "cuda":
-        world = initialize(timeout_seconds, device_type=device)
+        world = initialize(timeout_seconds, device_type=device, seating=seats)
         described = detect_unlike(world)
     if described is None:
         described = alike(launch.size, launch.device.type)
@@ -247,8 +249,10 @@ def parallelize(
         _check_devices(model, launch.device)
     template = _meta_copy(model)
     choosing = automatic or "auto" in (recompute, zero, state_shares)
-    if world is None and launch.size > 1 and (choosing or described.names_hosts):
-        world = initialize(timeout_seconds, device_type=device)
+    if world is None and launch.size > 1 and (choosing or described.names_hosts or seats is not None):
+        world = initialize(timeout_seconds, device_type=device, seating=seats)
+    if world is not None:
+        launch = describe(device)  # by the seat that this process has
     if world is not None and described.names_hosts:
         described = on_its_hosts(world, described, planned=plan is not None)
     if automatic and world is not None:

@@ -82,10 +82,10 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise UsageError(f"{name}={value!r} is unknown{nearest(value, choices)}")
 
 
-def check_count(name: str, value: object) -> None:
-    """Refuse anything except a whole number of at least 1; True is not one."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name}={value!r}: it must be a whole number of at least 1")
+def check_count(name: str, value: object, *, least: int = 1) -> None:
+    """Refuse anything except a whole number of at least *least*; True is not one."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name}={value!r}: it must be a whole number of at least {least}")
 
 
 def check_number(name: str, value: object, *, above: float) -> None:

@@ -18,7 +18,15 @@ from whale.planner.catalog import device_types
 from whale.profiling.places import RankLocation, places_of
 from whale.runtime.launch import World
 
-__all__ = ["alike", "cluster_of", "detect", "detect_unlike", "on_its_hosts", "warn_of_other_devices"]
+__all__ = [
+    "alike",
+    "cluster_of",
+    "detect",
+    "detect_unlike",
+    "known_type",
+    "on_its_hosts",
+    "warn_of_other_devices",
+]
 
 PROCESS = {"float64": 2.5e10, "float32": 5e10}
 """FLOP/s of a CPU rank, which has one thread under torchrun: eight float32 multiply-adds a cycle at 3 GHz, as on all
@@ -99,7 +107,7 @@ def warn_of_other_devices(world: World, cluster: Cluster) -> None:
     """Warn if a rank has another known accelerator than the cluster says. Every rank calls it, on GPUs."""
     types = device_types()
     for place, device in zip(places_of(world, None), cluster.devices, strict=True):
-        found = _known(place)
+        found = known_type(place)
         if found is not None and device.type.name in types and found.name != device.type.name:
             world.warn(
                 f"rank {place.rank} on {place.node} has a {found.name}, but the cluster says {device.type.name}: "
@@ -137,7 +145,7 @@ def _type_of(place: RankLocation, places: Sequence[RankLocation]) -> DeviceType:
             memory_bytes=min(other.memory_bytes // sharing[other.node] for other in alike),
             memory_bandwidth=PROCESS_MEMORY_BANDWIDTH,
         )
-    found = _known(place)
+    found = known_type(place)
     if found is not None:
         return found
     if len(alike) < len(places):
@@ -151,10 +159,10 @@ def _type_of(place: RankLocation, places: Sequence[RankLocation]) -> DeviceType:
     return replace(any_type, name=place.device_type, memory_bytes=memory)
 
 
-def _known(place: RankLocation) -> DeviceType | None:
+def known_type(place: RankLocation) -> DeviceType | None:
     """The catalog's accelerator for a driver's name: the same model, with as much memory.
 
-    >>> found = _known(RankLocation(rank=0, device_type="H100-80GB-HBM3", node="n", memory_bytes=85_520_809_984))
+    >>> found = known_type(RankLocation(rank=0, device_type="H100-80GB-HBM3", node="n", memory_bytes=85_520_809_984))
     >>> found.name if found else None
     'H100-SXM5-80GB'
     """

@@ -39,11 +39,12 @@ def test_parallel_training_is_three_lines_of_whale_and_six_lines_of_difference_a
     assert sum("whale." in line or "train_step" in line for line in added) == 3
 
 
-def run(size: int, name: str, *arguments: str) -> str:
+def run(size: int, name: str, *arguments: str, restarts: int = 0) -> str:
     """Output of an example, in one process or under torchrun."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)] if size > 1 else []
+    launcher += [f"--max-restarts={restarts}"] if restarts else []
     command = [sys.executable, *launcher, str(EXAMPLES / name), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,6 +53,15 @@ def run(size: int, name: str, *arguments: str) -> str:
 
 def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r": loss ([0-9.]+)", text)]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_a_rank_was_killed() -> None:
+    text = run(2, "resume.py", "--crash", "5", restarts=1)
+    began = re.search(r"attempt 2 began at step (\d)", text)
+    assert began is not None
+    assert int(began[1]) in (2, 4), "the newest complete one"
+    assert "curves after the load, and under another plan: equal to 1e-9" in text
 
 
 def test_less_is_kept_with_the_same_losses() -> None:

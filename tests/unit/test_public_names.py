@@ -19,14 +19,18 @@ PUBLIC = {
     "annotate",
     "cluster",
     "launch",
+    "load_checkpoint",
+    "load_weights",
     "parallelize",
     "replicate",
     "row_wise",
+    "save_checkpoint",
     "set_default_strategy",
     "shard_dataset",
     "split",
     "stage",
     "verify",
+    "wait_for_checkpoints",
 }
 HEAVY = ("torch", "transformers", "numpy", "networkx", "pydantic")
 ROOT = Path(whale.__file__).parents[1]

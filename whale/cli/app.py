@@ -17,9 +17,11 @@ from typing import Any
 import click
 
 import whale
+from whale.cli.checkpoint import checkpoint
 from whale.cli.doctor import doctor
 from whale.cli.estimate import estimate
 from whale.cli.explain import diff, explain
+from whale.cli.export import export
 from whale.cli.plan import plan
 from whale.cli.profile import profile
 from whale.cli.report import report
@@ -97,10 +99,12 @@ def app() -> None:
     """
 
 
+app.add_command(checkpoint)
 app.add_command(doctor)
 app.add_command(diff)
 app.add_command(estimate)
 app.add_command(explain)
+app.add_command(export)
 app.add_command(plan)
 app.add_command(profile)
 app.add_command(search)

@@ -5,29 +5,16 @@ It measures nothing.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
+from dataclasses import asdict
 
 from whale.errors import PlanMismatchError
 from whale.ir.cluster import Cluster
 from whale.runtime.launch import World
+from whale.runtime.location import RankLocation, location_of
 from whale.runtime.store import Board
 
 __all__ = ["RankLocation", "first_of_types", "places_of"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankLocation:
-    """Location of a rank: its device type, its node, and the memory of the device in bytes."""
-
-    rank: int
-    device_type: str
-    node: str
-    memory_bytes: int
 
 
 def places_of(world: World, cluster: Cluster | None) -> tuple[RankLocation, ...]:
@@ -47,26 +34,8 @@ def places_of(world: World, cluster: Cluster | None) -> tuple[RankLocation, ...]
             for d in cluster.devices
         )
     board = Board(world, "profile")
-    board.put(f"place/{world.rank}", [_device_name(world.device), socket.gethostname(), _memory_bytes(world.device)])
-    found = [board.get(f"place/{rank}") for rank in range(world.size)]
-    return tuple(
-        RankLocation(rank=rank, device_type=name, node=node, memory_bytes=memory)
-        for rank, (name, node, memory) in enumerate(found)
-    )
-
-
-def _device_name(device: torch.device) -> str:
-    """The driver's name in the form of the catalog, such as ``A100-SXM4-80GB``; ``cpu`` for a processor."""
-    if device.type != "cuda":
-        return "cpu"
-    name = torch.cuda.get_device_name(device)
-    return "-".join(name.replace("NVIDIA ", "").replace("GeForce ", "").split())
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    board.put(f"place/{world.rank}", asdict(location_of(world.rank, world.device)))
+    return tuple(RankLocation(**board.get(f"place/{rank}")) for rank in range(world.size))
 
 
 def first_of_types(places: Sequence[RankLocation]) -> list[RankLocation]:

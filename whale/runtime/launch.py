@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from whale.errors import PlanMismatchError, UsageError, WorkerError
 from whale.runtime.failure import Failures
+from whale.runtime.location import RankLocation, location_of
 from whale.runtime.session import session
 from whale.runtime.supervision import Supervisor
 from whale.runtime.warn import warn
@@ -34,6 +36,7 @@ __all__ = [
     "SHARE_GPU",
     "START_SECONDS",
     "STEP_SECONDS",
+    "Seating",
     "World",
     "describe",
     "families",
@@ -87,6 +90,10 @@ class World:
             self.warn(text) if self.rank == 0 else warn(f"rank {self.rank}: {text}")
 
 
+Seating = Callable[[Sequence[RankLocation]], Sequence[int]]
+"""The rank of each process of a launch, by where they are, in the order of the launcher."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """This process among those of its launch, before it joins them."""
@@ -125,7 +132,10 @@ def describe(device_type: str | None = None) -> Launch:
 
 
 def initialize(
-    timeout_seconds: float | None = None, expected_world_size: int | None = None, device_type: str | None = None
+    timeout_seconds: float | None = None,
+    expected_world_size: int | None = None,
+    device_type: str | None = None,
+    seating: Seating | None = None,
 ) -> World:
     """Join the processes of a launch; a process that nothing launched is a world of one.
 
@@ -138,9 +148,12 @@ def initialize(
             `STEP_SECONDS` later.
         expected_world_size: how many processes the plan is for.
         device_type: ``cpu`` or ``cuda``; by default cuda where there is one.
+        seating: the rank of each process by where they are, for processes whose ranks nothing has decided but the
+            launcher.
 
     Raises:
-        PlanMismatchError: there is another number of processes than the plan is for.
+        PlanMismatchError: there is another number of processes than the plan is for, or *seating* finds no process
+            for a rank.
         UsageError: see `describe`; two ranks have one device.
         WorkerError: a rank did not start within the timeout; names all that did not.
     """
@@ -166,6 +179,8 @@ def initialize(
         _joined[:] = [session(store, rank, size, left, timeout_seconds)]
     prefix = f"whale/session/{_joined[0] if _joined else _attempt()}"
     shared = dist.PrefixStore(prefix, store)
+    if seating is not None and not joined:
+        rank = _seat(shared, rank, size, device, seating, timeout)
     failures = Failures(rank, shared, timeout_seconds)
     supervisor = None
     if device.type == "cuda":
@@ -251,6 +266,14 @@ def _bind(device: torch.device) -> None:
     if device.type == "cuda" and group.bound_device_id is None and "cuda:gloo" not in str(dist.get_backend_config()):
         group.bound_device_id = device
         group._get_backend(device).eager_connect_single_device(device)
+
+
+def _seat(store: dist.Store, rank: int, size: int, device: torch.device, seating: Seating, timeout: timedelta) -> int:
+    """The rank that this process takes."""
+    store.set(f"seats/{rank}", json.dumps(asdict(location_of(rank, device))))
+    keys = [f"seats/{other}" for other in range(size)]
+    store.wait(keys, timeout)
+    return seating([RankLocation(**json.loads(store.get(key))) for key in keys])[rank]
 
 
 def _check_devices_apart(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:

@@ -7,7 +7,7 @@ content of messages.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +37,14 @@ class Board:
             self._own[key] = value
         else:
             self.world.store.set(f"{self.topic}/{self._number}/{key}", json.dumps(value))
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Delete messages, which all ranks have read."""
+        for key in keys:
+            if self.world.store is None:
+                self._own.pop(key, None)
+            else:
+                self.world.store.delete_key(f"{self.topic}/{self._number}/{key}")
 
     def get(self, key: str) -> Any:
         """Wait for a message and return it.

@@ -1,0 +1,259 @@
+"""A rank's part of a training run's state: its parts of the model's tensors and of the optimizers' states, copied if
+training goes on meanwhile, and what is not a tensor. It knows models and optimizers; no files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from whale.checkpoint.format import Group, Intervals, Key, whole
+from whale.checkpoint.owners import Held, written_by, written_parts
+from whale.checkpoint.tensors import dtype_name, elements, taken
+from whale.checkpoint.values import encoded
+from whale.checkpoint.writer import Piece
+from whale.errors import UsageError
+from whale.runtime.engine import Engine
+from whale.runtime.module import ParallelModule
+from whale.runtime.shard_tensor import ShardTensor
+
+__all__ = [
+    "MODEL",
+    "RANDOM",
+    "Collected",
+    "Kinds",
+    "collect",
+    "engine_of",
+    "names_of",
+    "options_key",
+    "sorted_out",
+    "state_tensor_key",
+]
+
+MODEL, RANDOM = "model", "random"
+"""Names that a script's objects cannot have."""
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+def engine_of(model: ParallelModule) -> Engine:
+    """The engine of a parallel model."""
+    return model._whale.engine
+
+
+def names_of(engine: Engine) -> dict[int, str]:
+    """The first name of each of this rank's tensors, by identity."""
+    return {id(tensor): name for name, tensor in engine.tensors.items()}
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The objects of a script by how their states are saved: models and optimizers in parts, all others by rank 0."""
+
+    models: Mapping[str, ParallelModule]
+    optimizers: Mapping[str, Optimizer]
+    objects: Mapping[str, Any]
+
+
+def sorted_out(model: ParallelModule, state: Mapping[str, Any]) -> Kinds:
+    """The objects of a script by kind.
+
+    Raises:
+        UsageError: one has no state, or a name that is taken.
+    """
+    for name, value in state.items():
+        if name in (MODEL, RANDOM):
+            raise UsageError(f"{name}= is a name of the checkpoint's own; give the object another one")
+        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise UsageError(
+                f"{name} is a {type(value).__name__}; give objects with state_dict and load_state_dict, such as "
+                "optimizers, schedulers and loaders"
+            )
+    models = {name: value for name, value in state.items() if isinstance(value, ParallelModule)}
+    optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
+    objects = {name: value for name, value in state.items() if name not in models and name not in optimizers}
+    return Kinds({MODEL: model, **models}, optimizers, objects)
+
+
+@dataclass
+class Collected:
+    """The data that a rank writes; ``names``, ``classes`` and ``objects`` are for the manifest, which rank 0 writes."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    groups: dict[str, tuple[Group, ...]] = field(default_factory=dict)
+    values: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    names: dict[str, dict[str, str]] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+def collect(kinds: Kinds, *, copied: bool) -> Collected:
+    """Collect what this rank writes of these objects; no collective runs.
+
+    Args:
+        kinds: the objects, with the model.
+        copied: whether all of it has memory of its own.
+
+    Raises:
+        UsageError: something cannot be saved.
+    """
+    return _Collector(copied).run(kinds)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The layout of a model's tensors: the parts of each that this rank writes, and the tensors of which it writes what
+    is not divided."""
+
+    engine: Engine
+    written: Mapping[str, list[Intervals]]
+    first: frozenset[str]
+
+    @classmethod
+    def of(cls, engine: Engine) -> _Layout:
+        saved = dict.fromkeys(engine.aliases.values())
+        held = {
+            name: Held(shard.shape, shard.dtype.itemsize, shard.parts)
+            for name, shard in {**engine.shards, **engine.buffers}.items()
+            if name in saved
+        }
+        written, first = written_by(engine.world.rank, written_parts(held))
+        return cls(engine, written, frozenset(first))
+
+
+class _Collector:
+    def __init__(self, copied: bool) -> None:
+        self.copied = copied
+        self.found = Collected()
+
+    def run(self, kinds: Kinds) -> Collected:
+        layouts = {of: _Layout.of(engine_of(model)) for of, model in kinds.models.items()}
+        for of, layout in layouts.items():
+            self._add_model(of, layout)
+        for of, optimizer in kinds.optimizers.items():
+            self._add_optimizer(of, optimizer, layouts)
+        model = kinds.models[MODEL]
+        is_first = model.rank == 0
+        for of, value in kinds.objects.items():
+            state = value.state_dict()
+            pieces: list[Piece] = []
+            encoded_state = encoded(state, of, self._putting(pieces, partial(_numbered, of)))
+            if is_first:
+                self.found.objects[of] = encoded_state
+                self.found.pieces += pieces
+        if is_first:
+            self.found.pieces.append(self._whole(Key(RANDOM, "", ""), model.get_rng_state()))
+        return self.found
+
+    def _add_model(self, of: str, layout: _Layout) -> None:
+        engine = layout.engine
+        self.found.names[of] = dict(engine.aliases)
+        for name in layout.written:
+            self._add_parts(Key(of, "", name), engine.tensors[name], layout)
+
+    def _add_parts(self, key: Key, tensor: Tensor, layout: _Layout) -> None:
+        """Add what this rank writes of a tensor that is divided as a parameter is."""
+        shard = layout.engine.shard(key.name)
+        own = shard.parts[layout.engine.world.rank]
+        for at in layout.written.get(key.name, ()):
+            part = elements(taken(tensor, own, at), copied=self.copied)
+            self.found.pieces.append(Piece(key, dtype_name(tensor.dtype, key), shard.shape, at, part))
+
+    def _whole(self, key: Key, tensor: Tensor) -> Piece:
+        shape = tuple(tensor.shape)
+        return Piece(key, dtype_name(tensor.dtype, key), shape, whole(shape), elements(tensor, copied=self.copied))
+
+    def _putting(self, pieces: list[Piece], key: Callable[[int], Key]) -> Callable[[Any], int | None]:
+        """Takes tensors that are written whole."""
+        count = 0
+
+        def put(value: Any) -> int | None:
+            nonlocal count
+            if not isinstance(value, Tensor):
+                return None
+            if isinstance(value, ShardTensor):
+                raise UsageError(
+                    f"{key(count).of} has {value!r} in its state: give the parallel model or the optimizer itself"
+                )
+            if value.numel():
+                pieces.append(self._whole(key(count), value))
+            else:
+                raise UsageError(f"{key(count).of} has a tensor without elements, which a checkpoint cannot hold")
+            count += 1
+            return count - 1
+
+        return put
+
+    def _add_optimizer(self, of: str, optimizer: Optimizer, layouts: Mapping[str, _Layout]) -> None:
+        layout = _layout_of(of, optimizer, layouts)
+        names, rank = names_of(layout.engine), layout.engine.world.rank
+        groups: list[Group] = []
+        put = self._putting(self.found.pieces, partial(options_key, of, rank))
+        for position, group in enumerate(optimizer.param_groups):
+            own = [(names[id(p)], p) for p in group["params"] if id(p) in names]
+            options = {k: encoded(v, f"{of}.{k}", put) for k, v in group.items() if k not in _NOT_OPTIONS}
+            groups.append(Group.model_construct(names=tuple(name for name, _ in own), options=options))
+            for name, parameter in own:
+                for state, value in optimizer.state.get(parameter, {}).items():
+                    self._add_state(Key(of, str(state), name), parameter, value, layout)
+            foreign = [p for p in group["params"] if id(p) not in names and p.numel()]
+            if foreign:
+                raise UsageError(
+                    f"group {position} of {of} has a parameter of shape {tuple(foreign[0].shape)} that is none of the "
+                    "model's: a checkpoint knows states by the names of parameters; give it an optimizer of its own, "
+                    "in an object with state_dict"
+                )
+        self.found.groups[of] = tuple(groups)
+        self.found.classes[of] = type(optimizer).__qualname__
+
+    def _add_state(self, key: Key, parameter: Tensor, value: Any, layout: _Layout) -> None:
+        """Add a state of a parameter: divided as that is, or written by one rank."""
+        engine = layout.engine
+        if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+            self._add_parts(key, value, layout)
+            return
+        shard = engine.shard(key.name)
+        is_scalar = not isinstance(value, (Tensor, list, tuple, dict)) or (
+            isinstance(value, Tensor) and not value.dim()
+        )
+        if not is_scalar and shard.parts[engine.world.rank] != shard.whole:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            raise UsageError(
+                f"{key} is a {type(value).__name__}{shape}, and rank {engine.world.rank} has a part of the parameter: "
+                "it is not known which part of the state that is"
+            )
+        if key.name not in layout.first:
+            return
+        if isinstance(value, Tensor) and value.numel():
+            self.found.pieces.append(self._whole(key, value))
+            return
+        put = self._putting(self.found.pieces, partial(state_tensor_key, key))
+        states = self.found.values.setdefault(key.of, {}).setdefault(key.name, {})
+        states[key.state] = encoded(value, str(key), put)
+
+
+def state_tensor_key(key: Key, number: int) -> Key:
+    """The key of a tensor inside of a state."""
+    return key._replace(state=f"{key.state}#{number}")
+
+
+def _layout_of(of: str, optimizer: Optimizer, layouts: Mapping[str, _Layout]) -> _Layout:
+    """The model whose parameters an optimizer has; the first, if it has none on this rank."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = [layout for layout in layouts.values() if own & names_of(layout.engine).keys()]
+    if len(found) > 1:
+        raise UsageError(f"{of} has parameters of several models; make an optimizer for each")
+    return found[0] if found else layouts[MODEL]
+
+
+def _numbered(of: str, number: int) -> Key:
+    return Key(of, "", str(number))
+
+
+def options_key(of: str, rank: int, number: int) -> Key:
+    """The key of a tensor among the options of an optimizer's groups on a rank."""
+    return Key(of, "$options", f"{rank}.{number}")

@@ -1,0 +1,376 @@
+"""Loading a checkpoint: each rank reads and checks what it needs, and nothing changes before all ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from whale.arguments import check_count, check_type, known_arguments
+from whale.checkpoint.collect import (
+    MODEL,
+    RANDOM,
+    Kinds,
+    engine_of,
+    names_of,
+    options_key,
+    sorted_out,
+    state_tensor_key,
+)
+from whale.checkpoint.folder import checkpoint_in, steps
+from whale.checkpoint.format import Group, Intervals, Key, length, step_name, whole
+from whale.checkpoint.reader import Reader
+from whale.checkpoint.save import wait_for_checkpoints
+from whale.checkpoint.tensors import DTYPES, elements
+from whale.checkpoint.values import decoded
+from whale.errors import CheckpointError, WhaleError
+from whale.runtime.engine import Engine
+from whale.runtime.module import ParallelModule
+from whale.runtime.store import Board
+
+__all__ = ["LoadedCheckpoint", "load_checkpoint"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint:
+    """A checkpoint that was loaded.
+
+    Attributes:
+        step: number of steps that were done.
+        folder: of the checkpoint.
+        damaged: newer checkpoints that could not be read, each with the reason.
+        bytes_read: by this rank.
+    """
+
+    step: int
+    folder: Path
+    damaged: tuple[str, ...]
+    bytes_read: int
+
+
+class _Mismatch(CheckpointError):
+    """A good checkpoint of something else: an older one would not fit either."""
+
+
+@known_arguments()
+def load_checkpoint(
+    directory: str | PathLike[str],
+    model: ParallelModule,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    **state: Any,
+) -> LoadedCheckpoint | None:
+    """Load the newest good checkpoint of a run, under any plan and number of ranks; None if there is none.
+
+    Every rank must call it. Each reads the parts that it needs, and every byte of them is checked: where one is
+    damaged, all ranks take the checkpoint before, and rank 0 warns. Nothing in a file is executed.
+
+    Args:
+        directory: of the run; or the folder of one checkpoint in it.
+        model: the parallel model, made with any plan.
+        step: that of the checkpoint to load, by default the newest.
+        strict: whether it is an error if names of parameters, or of objects, are not the same.
+        state: the objects, by the names with which they were saved.
+
+    Raises:
+        CheckpointError: on every rank: none is good, or it is of another model or optimizer.
+        UsageError: an object refuses its state.
+        WorkerError: a rank did not come within the timeout.
+    """
+    check_type("model", model, ParallelModule, "a parallel model, as whale.parallelize returns it")
+    if step is not None:
+        check_count("step", step, least=0)
+    wait_for_checkpoints()
+    kinds = sorted_out(model, state)
+    world, directory = engine_of(model).world, Path(directory).absolute()
+    meeting = Board(world, "checkpoint that is loaded", world.failures.timeout_seconds)
+    if step is None and checkpoint_in(directory) == directory:  # one of them was named
+        directory, step = directory.parent, int(directory.name.removeprefix("step-"))
+    if world.rank == 0:
+        meeting.put("steps", steps(directory))
+    found = meeting.get("steps")
+    if step is not None and step not in found:
+        raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has {found or 'none'}")
+    damaged: list[str] = []
+    for each in found if step is None else [step]:
+        staged, verdict = None, ["", ""]
+        try:
+            staged = _staged(directory / step_name(each), kinds, strict)
+        except _Mismatch as error:
+            verdict = ["of another", str(error)]
+        except WhaleError as error:
+            verdict = ["damaged", str(error)]
+        except Exception as error:  # the others wait
+            verdict = ["unreadable", f"{type(error).__name__}: {error}"]
+        meeting.put(f"{each}/{world.rank}", verdict)
+        verdicts = [meeting.get(f"{each}/{rank}") for rank in range(world.size)]
+        refused = [(rank, kind, why) for rank, (kind, why) in enumerate(verdicts) if kind]
+        if not refused:
+            assert staged is not None
+            staged.apply()
+            for text in damaged:
+                world.warn(f"a newer checkpoint is damaged, and that of step {each} was loaded: {text}")
+            folder = directory / step_name(each)
+            return LoadedCheckpoint(step=each, folder=folder, damaged=tuple(damaged), bytes_read=staged.bytes_read)
+        rank, kind, why = next((one for one in refused if one[1] == "of another"), refused[0])
+        if kind == "of another":
+            raise CheckpointError(f"rank {rank}: {why}")
+        damaged.append(f"rank {rank}: {why}")
+    if damaged:
+        raise CheckpointError(f"{directory} has no good checkpoint: {'; '.join(damaged)}")
+    return None
+
+
+@dataclass
+class _Staged:
+    """State that was read, and is not yet used."""
+
+    bytes_read: int = 0
+    actions: list[Callable[[], None]] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """Put it into the objects."""
+        for action in self.actions:
+            action()
+
+
+def _staged(folder: Path, kinds: Kinds, strict: bool) -> _Staged:
+    """Read and check what this rank needs of a checkpoint."""
+    with Reader(folder) as reader:
+        loading = _Loading(reader, kinds, strict)
+        loading.run()
+        return _Staged(reader.bytes_read, loading.actions)
+
+
+class _Loading:
+    def __init__(self, reader: Reader, kinds: Kinds, strict: bool) -> None:
+        self.reader, self.kinds, self.strict = reader, kinds, strict
+        self.manifest = reader.manifest
+        self.actions: list[Callable[[], None]] = []
+
+    def run(self) -> None:
+        """Read all; objects that may refuse their states come first."""
+        self._check_objects()
+        for of, value in self.kinds.objects.items():
+            if of in self.manifest.objects:
+                state = self._decoded(self.manifest.objects[of], partial(self._numbered, of))
+                self.actions.append(partial(value.load_state_dict, state))
+        for of, model in self.kinds.models.items():
+            if of in self.manifest.names:
+                self._read_model(of, engine_of(model))
+        for of, optimizer in self.kinds.optimizers.items():
+            if of in self.manifest.optimizers:
+                self._read_optimizer(of, optimizer)
+        model = self.kinds.models[MODEL]
+        state = self._tensor(Key(RANDOM, "", ""))
+        self.actions.append(partial(_set_random, model, state))
+        scaler, saved = model.loss_scaler, self.manifest.loss_scaler
+        if scaler is not None and saved is not None:
+            self.actions.append(partial(scaler.load_state_dict, saved))
+
+    def _check_objects(self) -> None:
+        saved = {*self.manifest.names, *self.manifest.optimizers, *self.manifest.objects} - {MODEL}
+        given = {*self.kinds.models, *self.kinds.optimizers, *self.kinds.objects} - {MODEL}
+        if self.strict and saved != given:
+            raise _Mismatch(
+                f"{self.reader.folder} has the states of {', '.join(sorted(saved)) or 'nothing'} beside the model, but "
+                f"{', '.join(sorted(given)) or 'none'} were given: give the objects that were saved, by their names, "
+                "or strict=False"
+            )
+        for of, optimizer in self.kinds.optimizers.items():
+            wanted, found = type(optimizer).__qualname__, self.manifest.optimizers.get(of)
+            if found is not None and found != wanted:
+                raise _Mismatch(f"{self.reader.folder} has the state of {found} as {of}, but {wanted} was given")
+
+    def _tensor(self, key: Key, at: Intervals | None = None) -> Tensor:
+        form = self.reader.form(key)
+        if form is None:
+            raise CheckpointError(f"{self.reader.folder} has no {key}")
+        dtype, shape = form
+        at = whole(shape) if at is None else at
+        made = torch.empty(tuple(map(length, at)), dtype=DTYPES[dtype])
+        self.reader.read_into(key, at, elements(made, copied=False))
+        return made
+
+    def _decoded(self, value: Any, tensor: Callable[[int], Tensor]) -> Any:
+        try:
+            return decoded(value, tensor)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.reader.folder}: {error}") from error
+
+    def _numbered(self, of: str, number: int) -> Tensor:
+        return self._tensor(Key(of, "", str(number)))
+
+    def _inner(self, key: Key, number: int) -> Tensor:
+        return self._tensor(state_tensor_key(key, number))
+
+    def _names(self, of: str, engine: Engine) -> dict[str, str]:
+        """For each first name of the model's tensors that of the checkpoint's.
+
+        Raises:
+            _Mismatch: names differ, or tensors are tied here that are not there.
+        """
+        saved = self.manifest.names[of]
+        unknown, missing = sorted(saved.keys() - engine.aliases.keys()), sorted(engine.aliases.keys() - saved.keys())
+        if self.strict and (unknown or missing):
+            raise _Mismatch(
+                f"{self.reader.folder} is of another model: it has {unknown[:5] or 'no name'} that this one has not, "
+                f"and lacks {missing[:5] or 'none'} of this one's"
+            )
+        found: dict[str, str] = {}
+        for name, first in engine.aliases.items():
+            if name in saved and found.setdefault(first, saved[name]) != saved[name]:
+                raise _Mismatch(
+                    f"{self.reader.folder} is of another model: {name} and {first} are one tensor here, and two there"
+                )
+        return found
+
+    def _read_model(self, of: str, engine: Engine) -> None:
+        names = self._names(of, engine)
+        tensors = {}
+        for first, name in names.items():
+            if first in engine.tensors:
+                own = engine.tensors[first]
+                at = engine.shard(first).parts.get(engine.world.rank, engine.shard(first).whole)
+                if own.numel():
+                    key = Key(of, "", name)
+                    self._check_form(key, engine.shard(first).shape, own.dtype)
+                    tensors[first] = self._tensor(key, at)
+
+        def write() -> None:
+            with torch.no_grad():
+                for first, tensor in tensors.items():
+                    engine.tensors[first].copy_(tensor)
+
+        self.actions.append(write)
+
+    def _check_form(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        form = self.reader.form(key)
+        if form is None:
+            raise CheckpointError(f"{self.reader.folder} has no {key}")
+        if (DTYPES[form[0]], form[1]) != (dtype, shape):
+            raise _Mismatch(
+                f"{self.reader.folder} is of another model: {key} has shape {form[1]} and {DTYPES[form[0]]} there, and "
+                f"{shape} and {dtype} here"
+            )
+
+    # Optimizers
+
+    def _read_optimizer(self, of: str, optimizer: Optimizer) -> None:
+        models = [engine_of(model) for model in self.kinds.models.values()]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {id(p) for p in parameters}
+        found = [place for place, engine in enumerate(models) if own & names_of(engine).keys()]
+        place = found[0] if found else 0
+        engine, saved_of = models[place], list(self.kinds.models)[place]
+        if saved_of not in self.manifest.names:
+            return
+        saved = self._names(saved_of, engine)
+        names = {i: saved[name] for i, name in names_of(engine).items() if name in saved}
+        states = {
+            id(p): (p, self._states(of, names[id(p)], p, engine, names_of(engine)[id(p)], _steps_on_device(group)))
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) in names
+        }
+        options = [self._options(of, position, group, names) for position, group in enumerate(optimizer.param_groups)]
+
+        def write() -> None:
+            for p, state in states.values():
+                optimizer.state.pop(p, None)
+                if state:
+                    optimizer.state[p] = state
+            for group, given in zip(optimizer.param_groups, options, strict=True):
+                for name, value in given.items():
+                    if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
+                        group[name].copy_(value)
+                    else:
+                        group[name] = value
+
+        self.actions.append(write)
+
+    def _states(
+        self, of: str, name: str, parameter: Tensor, engine: Engine, own_name: str, steps_on_device: bool
+    ) -> dict[str, Any]:
+        """The states of a parameter on this rank, as its optimizer has them."""
+        shard = engine.shard(own_name)
+        own = shard.parts[engine.world.rank]
+        found: dict[str, Any] = {}
+        for key in self._keys.get((of, name), ()):
+            dtype, shape = self.reader.form(key) or ("", ())
+            if shape and shape == shard.shape:
+                tensor = self._tensor(key, own)
+                if not (parameter.is_contiguous() and parameter.device == tensor.device):
+                    tensor = torch.empty_like(parameter, dtype=DTYPES[dtype]).copy_(tensor)
+                found[key.state] = tensor
+            elif not shape or own == shard.whole:
+                tensor = self._tensor(key)
+                on_host = key.state == "step" and not steps_on_device
+                found[key.state] = tensor if on_host else tensor.to(parameter.device)
+            else:
+                raise _Mismatch(
+                    f"{key} has shape {shape}, and the parameter {shard.shape}, of which rank {engine.world.rank} has "
+                    "a part: load it into a plan under which ranks have whole parameters"
+                )
+        for index in self.reader.indexes:
+            for state, value in index.values.get(of, {}).get(name, {}).items():
+                found[state] = self._decoded(value, partial(self._inner, Key(of, state, name)))
+        return found
+
+    @property
+    def _keys(self) -> Mapping[tuple[str, str], list[Key]]:
+        """The tensors that are states, by optimizer and parameter."""
+        if not hasattr(self, "_found_keys"):
+            self._found_keys: dict[tuple[str, str], list[Key]] = {}
+            for key in self.reader.parts:
+                if key.of in self.manifest.optimizers and "#" not in key.state and key.state != "$options":
+                    self._found_keys.setdefault((key.of, key.name), []).append(key)
+        return self._found_keys
+
+    def _options(self, of: str, position: int, group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+        """The options of a group: those that its parameters had, or without any of these on this rank, those of the
+        group in its place."""
+        own = {names[id(p)] for p in group["params"] if id(p) in names}
+        found: list[tuple[int, Group]] = []
+        for rank, index in enumerate(self.reader.indexes):
+            groups = index.groups.get(of, ())
+            if own:
+                found += [(rank, one) for one in groups if own & set(one.names)]
+            elif position < len(groups):
+                found.append((rank, groups[position]))
+        if not found:
+            return {}
+        if any(_without_numbers(one.options) != _without_numbers(found[0][1].options) for _, one in found):
+            raise _Mismatch(
+                f"group {position} of {of} has parameters of several groups of {self.reader.folder}, whose options "
+                "differ: make the groups as they were"
+            )
+        rank, first = found[0]
+        return {k: self._decoded(v, lambda n: self._tensor(options_key(of, rank, n))) for k, v in first.options.items()}
+
+
+def _steps_on_device(group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer has the numbers of steps where the parameters are, as torch decides it."""
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _without_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options to compare: numbers of tensors are those of a rank."""
+    return {k: "a tensor" if isinstance(v, dict) and "$tensor" in v else v for k, v in options.items()}
+
+
+def _set_random(model: ParallelModule, state: Tensor) -> None:
+    """Set the position of random operators; generators of another version of torch stay where they are."""
+    own = model.get_rng_state()
+    if state.shape == own.shape:
+        model.set_rng_state(state)
+    else:
+        model.set_rng_state(torch.cat([state[:2], own[2:]]))
