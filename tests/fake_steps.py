@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.fake_cuda import SMALL
 from whale.annotations import annotate
 from whale.cli.model_loader import load_model
 from whale.compile.assembly import assemble
+from whale.compile.communicators import Communicator, communicators, message_ranks
 from whale.compile.compile import Options, compile_model
 from whale.compile.rank_step import rank_step
 from whale.compile.row_shares import row_shares
@@ -123,7 +125,8 @@ def layout_of(model: nn.Module, name: str) -> tuple[dict[str, Any], dict[str, An
 
 
 def step(spec: str, name: str) -> dict[str, Any] | None:
-    """Waits of a training step of rank 1 of four, and the number of elements of the batch that it copies."""
+    """Waits of a training step of rank 1 of four, the groups that it has and does not use, and how many elements of
+    the batch it copies."""
     loaded = load_model(spec, SMALL[spec], device="meta", batch_size=8)
     found = layout_of(loaded.model, name)
     if found is None:
@@ -146,15 +149,26 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
         data = rank_step(compilation, rank, compilation.program(rank), clock, device=DEVICE)
         held = {("parameter" if isinstance(t, nn.Parameter) else "buffer", n): t for n, t in tensors.items()}
         held |= {("constant", n): fake.from_tensor(t).to(DEVICE) for n, t in data.constants.items()}
+        made = {one: dist.new_group(list(one.ranks)) for one in communicators(compilation, for_messages=True)}
+        used: set[Communicator] = set()
+
+        def group(purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+            if len(ranks) < 2:
+                return None
+            used.add(Communicator(purpose, ranks))
+            return made[Communicator(purpose, ranks)]
+
+        specs = compilation.rank_specs
         assembled = assemble(
             data,
             rank,
             tensors=held,
             clock=clock,
-            bridge_group=lambda ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None,
-            reduce_group=lambda ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None,
+            bridge_group=partial(group, "inside stages"),
+            reduce_group=partial(group, "sums of gradients"),
             failures=Failures(rank),
             device=DEVICE,
+            message_group=lambda edge, direction: group(direction, message_ranks(specs, edge)),
         )
         engine = Engine(
             world=World(rank=rank, size=SIZE, device=DEVICE, failures=Failures(rank), supervisor=supervisor),
@@ -175,6 +189,7 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
             with waits if number else nullcontext():
                 engine.run(batch, (True,), True, Changes())
     return {
+        "unused": sorted(map(str, {one for one in made if rank in one.ranks} - used)),
         "watched": watched,
         "waits": sorted(set(waits.found)),
         "copied": waits.copied,
