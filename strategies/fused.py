@@ -20,7 +20,7 @@ from whale.runtime.experts import product_of_groups
 from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram
 from whale.runtime.random import SeededAttention
 
-__all__ = ["FUSED", "FusedCall", "Listener", "Traffic", "accelerated", "fused"]
+__all__ = ["FUSED", "FusedCall", "Listener", "Traffic", "accelerated", "fused", "work_of_attention"]
 
 aten = torch.ops.aten
 
@@ -60,6 +60,13 @@ class Listener(Protocol):
         ...
 
 
+def work_of_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[int, ...], int]:
+    """Dims and operations of the two products of an attention."""
+    batch, length, size = prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
+    columns = key.shape[-2]
+    return (batch, length, columns, size), 2 * batch * length * columns * (size + value.shape[-1])
+
+
 class _Attention(torch.autograd.Function):
     """Fused attention (Dao et al. 2022): saves its operands, its result and a statistic for each row of scores."""
 
@@ -78,20 +85,13 @@ class _Attention(torch.autograd.Function):
         given = [x for x in (query, key, value, mask) if x is not None]
         ctx.save_for_backward(*given, result, statistic)
         ctx.recorder, ctx.name, ctx.causal, ctx.masked = recorder, name, causal, mask is not None
-        ctx.work = _Attention.work(query, key, value)
+        ctx.work = work_of_attention(query, key, value)
         dims, flops = ctx.work
         recorder.add(
             name=name, kind="attention", dims=dims, flops=flops, causal=causal,
             read=recorder.traffic(given), written=recorder.traffic([result, statistic]),
         )  # fmt: skip
         return result
-
-    @staticmethod
-    def work(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[int, ...], int]:
-        """Dims and operations of the two products."""
-        batch, length, size = prod(query.shape[:-2]), query.shape[-2], query.shape[-1]
-        columns = key.shape[-2]
-        return (batch, length, columns, size), 2 * batch * length * columns * (size + value.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

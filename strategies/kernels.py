@@ -33,7 +33,7 @@ from whale.strategies.dry_run import (
     stage_without_data,
     tensors_in,
 )
-from whale.strategies.fused import FUSED, Traffic, fused
+from whale.strategies.fused import FUSED, Traffic, fused, work_of_attention
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.recompute import computed_again, recomputed
 
@@ -287,6 +287,9 @@ class _Recorder(WithoutData):
         if packet in _NOTHING or view:
             return
         read, written = _TOUCHES.get(packet, _all)(inputs, outputs)
+        if (attention := _attention_work(packet, args)) is not None:
+            self.add(name=str(packet), read=self.traffic(read), written=self.traffic(written), **attention)
+            return
         kind, dims = _work(packet, args, outputs)
         flops = int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
         self.add(
@@ -496,3 +499,15 @@ def _work(packet: Any, args: Any, outputs: Tensors) -> tuple[str, tuple[int, ...
 def _convolution(result: Tensor, weight: Tensor, groups: int) -> tuple[int, ...]:
     """A convolution as a product: groups, positions, channels out and the window's size."""
     return groups, result.numel() // result.shape[1], weight.shape[0] // groups, prod(weight.shape[1:])
+
+
+def _attention_work(packet: Any, args: Any) -> dict[str, Any] | None:
+    """Kind, dims, operations and whether it is causal of a block of attention; None for other kernels."""
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        first, causal, products = 0, args[4:5], 2
+    elif packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        first, causal, products = 1, args[7:8], 5  # the scores are recomputed
+    else:
+        return None
+    dims, flops = work_of_attention(*args[first : first + 3])
+    return {"kind": "attention", "dims": dims, "flops": flops * products // 2, "causal": any(causal)}

@@ -26,6 +26,7 @@ from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.state import StateSharding
 from whale.ir.strategy import Recompute
 from whale.ir.virtual_device import VirtualDevice
+from whale.runtime.attention import CausalRows, has_kernel
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
 from whale.runtime.draws import DRAWS, SeededDraw
 from whale.runtime.local_program import LocalGraph, LocalProgram, Source
@@ -437,17 +438,11 @@ class Lowering:
                 starts,
             )
             bound = rule.local(op, bound, shapes)
-        stretches = [bound]
-        if not any(choice.form == "ring" for choice in choices):
-            stretches = self._causal_rows(emitter, op, bound, inputs)
-        if len(stretches) > 1:
-            parts = [emit(emitter.graph, op, own) for own in stretches]
-            for part in parts:
-                part.meta["source"] = op.node
-            node = emitter.graph.call_function(aten.cat.default, (parts, len(op.outputs[0]) - 2))
-        else:
-            special = self._special(emitter, op, choices, stretches[0], inputs, outputs)
-            node = emit(emitter.graph, op, stretches[0]) if special is None else special
+        without_mask = None
+        if bound.get("is_causal") and not any(choice.form == "ring" for choice in choices):
+            bound, without_mask = self._causal_rows(emitter, op, bound, inputs)
+        special = without_mask or self._special(emitter, op, choices, bound, inputs, outputs)
+        node = emit(emitter.graph, op, bound) if special is None else special
         node.meta["source"] = op.node
         if isinstance(op.node.meta.get("val"), (tuple, list)):
             for index, placed in enumerate(outputs):
@@ -457,30 +452,28 @@ class Lowering:
 
     def _causal_rows(
         self, emitter: Emitter, op: Op, bound: dict[str, Any], inputs: Sequence[Placements]
-    ) -> list[dict[str, Any]]:
-        """Let each stretch of rows of a causal attention read the columns up to the last of them, with a mask if it is
-        not the first. Rows of one call are drawn for together."""
-        if not bound.get("is_causal"):
-            return [bound]
+    ) -> tuple[dict[str, Any], fx.Node | None]:
+        """Let the rows of a causal attention that this rank has read the columns up to the last of them.
+
+        Returns the operator's arguments, with a mask if the rows are not the first ones, and the node that computes
+        them without that, where the device has a kernel for it.
+        """
         dim = len(op.shape(0)) - 2
         if not any(p.kind == "S" and p.dim == dim for p in inputs[0]):
-            return [bound]
+            return bound, None
         held = self.stage.layout.intervals(op.operands[0], inputs[0], self.coordinates)[dim] or ((0, 0),)
-        query, graph = value_tensor(op.operands[0]), emitter.graph
-        apart = len(held) > 1 and not is_random(op.node)
-        found, base = [], 0
-        for rows in [(each,) for each in held] if apart else [held]:
-            count, columns = sum(stop - start for start, stop in rows), min(rows[-1][1], op.shape(1)[dim])
-            own = dict(bound)
-            if apart:
-                own["query"] = graph.call_function(aten.slice.Tensor, (bound["query"], dim, base, base + count))
-            for name in ("key", "value"):
-                own[name] = graph.call_function(aten.slice.Tensor, (bound[name], dim, 0, columns))
-            if len(rows) > 1 or rows[0][0] > 0:
-                own |= {"attn_mask": self._causal_mask((rows, columns, query.dtype, query.device)), "is_causal": False}
-            found.append(own)
-            base += count
-        return found
+        columns, own = min(held[-1][1], op.shape(1)[dim]), dict(bound)
+        for name in ("key", "value"):
+            own[name] = emitter.graph.call_function(aten.slice.Tensor, (bound[name], dim, 0, columns))
+        if len(held) == 1 and held[0][0] == 0:
+            return own, None
+        query, _, value = (value_tensor(x) for x in op.operands[:3])
+        alike = len({op.shape(i)[:-3] for i in range(3)}) == 1
+        if alike and held[-1][1] == columns and not is_random(op.node) and has_kernel(query, value):
+            rows = CausalRows(held, bound.get("scale"))
+            return own, emitter.call_module(rows, (own["query"], own["key"], own["value"]), "causal_rows")
+        mask = self._causal_mask((held, columns, query.dtype, query.device))
+        return own | {"attn_mask": mask, "is_causal": False}, None
 
     def _causal_mask(self, key: tuple[Any, ...]) -> fx.Node:
         """A mask for some rows, one for all layers."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from whale.strategies.fused import FusedCall
 from whale.strategies.split_backward import communicates
 from whale.strategies.traced_call import Call, makes_alias, writes
 
-__all__ = ["computed_again", "has_regions", "recomputed"]
+__all__ = ["computed_again", "has_regions", "kept_once", "recomputed"]
 
 aten = torch.ops.aten
 
@@ -50,6 +51,18 @@ def recomputed(derivative: Derivative, rule: Recompute) -> Derivative:
             what enters a layer. In regions of ``torch.utils.checkpoint`` it is ``full``.
     """
     return _Recomputing(derivative, rule).run()
+
+
+def kept_once(derivative: Derivative) -> Derivative:
+    """The derivative of the same graph for fused kernels, whose forwards write to memory only what they must.
+
+    A value is computed again if it is element by element a function of others that the backward has, and if nothing
+    but such functions reads it in the forward, so that this has it in memory for the backward alone.
+
+    Args:
+        derivative: with its backward in one part.
+    """
+    return _KeepingOnce(derivative, "none").run()
 
 
 def has_regions(nodes: Iterable[fx.Node]) -> bool:
@@ -202,6 +215,33 @@ class _Recomputing:
                 env[node] = graph.node_copy(node, env.__getitem__)
         graph.output(tuple(env[node] for node in results))
         return LocalCode(self.root, graph)
+
+
+class _KeepingOnce(_Recomputing):
+    """Computes again what backwards can compute of what they have, element by element."""
+
+    @cached_property
+    def _cheap(self) -> frozenset[fx.Node]:
+        found: Any = self.output.args[0]
+        kept = set(found[self.given.num_results :])
+        there = kept | {list(self.placeholders)[number] for number in self.given.arguments}
+        return frozenset(
+            node
+            for node in kept - self.written - self.results
+            if _is_pointwise(node)
+            and there.issuperset(node.all_input_nodes)
+            and all(user is self.output or _is_pointwise(user) for user in node.users)
+        )
+
+    def _is_computed_again(self, node: fx.Node) -> bool:
+        return node in self._cheap
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether an operator computes each element of a new tensor of those at the same place in others."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or writes(node):
+        return False
+    return bool(node.all_input_nodes) and not _draws(node)
 
 
 def _fused(module: nn.Module) -> FusedCall | None:

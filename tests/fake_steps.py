@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.fake_cuda import SMALL
 from whale.annotations import annotate
 from whale.cli.model_loader import load_model
 from whale.compile.assembly import assemble
+from whale.compile.communicators import Communicator, communicators, message_ranks
 from whale.compile.compile import Options, compile_model
 from whale.compile.rank_step import rank_step
 from whale.compile.row_shares import row_shares
@@ -92,6 +94,22 @@ class Waits(TorchDispatchMode):
         self.found.append(f"{func}{f' at {place.filename}:{place.lineno}' if place else ''}")
 
 
+class Generator:
+    """A generator of a device that does not exist; counts how often any is seeded."""
+
+    seeded = 0
+
+    def get_state(self) -> None:
+        """Nothing."""
+
+    def set_state(self, state: None) -> None:
+        """Nothing."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Count."""
+        Generator.seeded += 1
+
+
 class NoQueue(nullcontext[None]):
     """Streams of a device that does not exist."""
 
@@ -123,7 +141,8 @@ def layout_of(model: nn.Module, name: str) -> tuple[dict[str, Any], dict[str, An
 
 
 def step(spec: str, name: str) -> dict[str, Any] | None:
-    """Waits of a training step of rank 1 of four, and the number of elements of the batch that it copies."""
+    """Waits of a training step of rank 1 of four, the groups that it has and does not use, how often it seeds a
+    generator, and how many elements of the batch it copies."""
     loaded = load_model(spec, SMALL[spec], device="meta", batch_size=8)
     found = layout_of(loaded.model, name)
     if found is None:
@@ -146,15 +165,26 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
         data = rank_step(compilation, rank, compilation.program(rank), clock, device=DEVICE)
         held = {("parameter" if isinstance(t, nn.Parameter) else "buffer", n): t for n, t in tensors.items()}
         held |= {("constant", n): fake.from_tensor(t).to(DEVICE) for n, t in data.constants.items()}
+        made = {one: dist.new_group(list(one.ranks)) for one in communicators(compilation, for_messages=True)}
+        used: set[Communicator] = set()
+
+        def group(purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+            if len(ranks) < 2:
+                return None
+            used.add(Communicator(purpose, ranks))
+            return made[Communicator(purpose, ranks)]
+
+        specs = compilation.rank_specs
         assembled = assemble(
             data,
             rank,
             tensors=held,
             clock=clock,
-            bridge_group=lambda ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None,
-            reduce_group=lambda ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None,
+            bridge_group=partial(group, "inside stages"),
+            reduce_group=partial(group, "sums of gradients"),
             failures=Failures(rank),
             device=DEVICE,
+            message_group=lambda edge, direction: group(direction, message_ranks(specs, edge)),
         )
         engine = Engine(
             world=World(rank=rank, size=SIZE, device=DEVICE, failures=Failures(rank), supervisor=supervisor),
@@ -170,11 +200,13 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
         engine.install(leaves, (True,), assembled)
         engine.compared[signature(leaves)] = 1  # the first step looks at all batches
         batch = {n: torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for n, v in leaves.items()}
-        waits = Waits()
+        waits, seeded = Waits(), Generator.seeded
         for number in range(2):  # constants are made in the first
             with waits if number else nullcontext():
                 engine.run(batch, (True,), True, Changes())
     return {
+        "seeded": Generator.seeded - seeded,
+        "unused": sorted(map(str, {one for one in made if rank in one.ranks} - used)),
         "watched": watched,
         "waits": sorted(set(waits.found)),
         "copied": waits.copied,
@@ -187,8 +219,7 @@ def main() -> None:
     specs = sys.argv[1:]
     dist.init_process_group("fake", store=FakeStore(), rank=DEVICE.index, world_size=SIZE)
     messages._Streams = NoQueue  # type: ignore[misc, assignment]
-    no_generator = SimpleNamespace(get_state=lambda: None, set_state=lambda state: None, manual_seed=lambda seed: None)
-    random._generator_of = lambda device: no_generator  # type: ignore[assignment, return-value]
+    random._generator_of = lambda device: Generator()  # type: ignore[assignment, return-value]
     uploads._pinned = lambda x: x.clone()
     torch.cuda.Event = lambda: SimpleNamespace(record=lambda: None)  # type: ignore[misc, assignment]
     print(json.dumps({spec: {name: step(spec, name) for name in LAYOUTS} for spec in specs}), flush=True)

@@ -475,8 +475,7 @@ def verify(
     """
     from whale.graph.capture import _Loss
 
-    place = next((x.device for x in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
-    leaves = {name: v.to(place) if isinstance(v, Tensor) else v for name, v in batch_leaves(batch).items()}
+    leaves = leaves_beside(model, batch)
     local = model_copy(model, {}).eval()
     given = [v.clone() if isinstance(v, Tensor) else v for v in leaves.values()]
     plan = options.get("plan")
@@ -509,6 +508,16 @@ def verify(
         tolerance=tolerance if tolerance is not None else tolerance_of(local, precision, summed),
         gradients=errors,
     )
+
+
+def leaves_beside(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """The leaves of a batch on the model's device, which a parallel step does not ask for and the local one does.
+
+    >>> leaves_beside(nn.Linear(2, 2, device="meta"), {"x": torch.ones(3), "n": 1})
+    {'x': tensor(..., device='meta', size=(3,)), 'n': 1}
+    """
+    place = next((x.device for x in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    return {name: v.to(place) if isinstance(v, Tensor) else v for name, v in batch_leaves(batch).items()}
 
 
 _TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 8e-2}

@@ -18,7 +18,7 @@ import whale
 from whale.annotations import module_scopes
 from whale.cli.model_loader import load_model
 from whale.compile.assembly import assemble
-from whale.compile.communicators import PURPOSES, communicators, message_ranks, start_up
+from whale.compile.communicators import PURPOSES, Communicator, communicators, message_ranks, start_up
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced
 from whale.compile.rank_step import rank_step
@@ -71,6 +71,11 @@ NESTINGS: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
     ),
     "replicas of parts": (lambda: {"": [whale.replicate(2), whale.split(2)]}, 4),
 }
+ALL_NESTINGS = NESTINGS | {
+    "replicas": (lambda: {"": whale.replicate()}, 3),
+    "parts": (lambda: {"": whale.split()}, 2),
+}
+"""Nestings of the order's proofs, and others without pipelines."""
 
 
 @cache
@@ -90,28 +95,32 @@ class Recorder:
         self.rank = rank
         self.events: list[Event] = []
         self.messages: Counter[Hashable] = Counter()
+        self.groups: set[Communicator] = set()
 
     def append(self, call: Any) -> None:
         """A collective inside a stage, or of parameters in stretches: of the list of calls of a :class:`DryGroup`."""
+        self.groups.add(Communicator(call.node, tuple(sorted(call.ranks))))
         self.meet(call.op, tuple(sorted(call.ranks)))
 
     def meet(self, kind: str, ranks: tuple[int, ...]) -> None:
         self.messages[kind, ranks] += 1
         self.events.append(((kind, ranks, self.messages[kind, ranks]), ranks))
 
-    def isend(self, tensor: Tensor, peer: int, group: list[str]) -> Recorder:
-        self.meet_peer((self.rank, peer), group[0])
+    def isend(self, tensor: Tensor, peer: int, group: Communicator) -> Recorder:
+        self.meet_peer((self.rank, peer), group)
         return self
 
-    def irecv(self, tensor: Tensor, peer: int, group: list[str]) -> Recorder:
-        self.meet_peer((peer, self.rank), group[0])
+    def irecv(self, tensor: Tensor, peer: int, group: Communicator) -> Recorder:
+        self.meet_peer((peer, self.rank), group)
         return self
 
-    def meet_peer(self, ends: tuple[int, int], group: str) -> None:
-        self.messages[group, ends] += 1
-        self.events.append(((group, ends, self.messages[group, ends]), ends))
+    def meet_peer(self, ends: tuple[int, int], group: Communicator) -> None:
+        self.groups.add(group)
+        self.messages[group.purpose, ends] += 1
+        self.events.append(((group.purpose, ends, self.messages[group.purpose, ends]), ends))
 
     def all_reduce(self, tensor: Tensor, op: Any, group: tuple[int, ...], async_op: bool) -> Recorder:
+        self.groups.add(Communicator("sums of gradients", group))
         self.meet("bucket", group)
         return self
 
@@ -195,8 +204,9 @@ def record(
                 tensors["constant", node.name] = blank
     for unit in compilation.units:
         if rank in unit.spec.ranks:
-            dry = DryGroup("", unit.spec.ranks, recorder)  # type: ignore[arg-type]
-            held = tensors["unit", unit.spec.index] = HeldUnit(unit, rank, {}, meta, dry, dry, Failures(rank))
+            of_sums, of_gathers = (DryGroup(purpose, unit.spec.ranks, recorder) for purpose in PURPOSES[1:3])  # type: ignore[arg-type]
+            held = HeldUnit(unit, rank, {}, meta, of_gathers, of_sums, Failures(rank))
+            tensors["unit", unit.spec.index] = held
             tensors |= {("gradient", name): slot for name, slot in held.slots.items()}
     everyone, specs = tuple(range(world)), compilation.rank_specs
     groups: dict[Hashable, Any] = {}
@@ -207,13 +217,13 @@ def record(
             rank,
             tensors=tensors,
             clock=clock,
-            bridge_group=lambda ranks: DryGroup("", ranks, recorder) if len(ranks) > 1 else None,  # type: ignore[arg-type]
+            bridge_group=lambda ranks: DryGroup(PURPOSES[0], ranks, recorder) if len(ranks) > 1 else None,  # type: ignore[arg-type]
             reduce_group=lambda ranks: ranks if len(ranks) > 1 else None,
             failures=Failures(rank),
             device=meta,
             transport=recorder,
             message_group=lambda edge, direction: groups.setdefault(
-                (direction, message_ranks(specs, edge)), [direction]
+                (direction, message_ranks(specs, edge)), Communicator(direction, message_ranks(specs, edge))
             ),
             credit=0,
         )
@@ -259,7 +269,7 @@ def ends(events: dict[int, list[list[Event]]]) -> bool:
 def compiled(
     schedule: str, nesting: str, tied: bool, micro_batches: int, state: StateSharding | None = None
 ) -> tuple[Compilation, int]:
-    annotations, world = NESTINGS[nesting]
+    annotations, world = ALL_NESTINGS[nesting]
     if schedule == "interleaved":
         world //= 2
     model, one = traced(tied)
@@ -291,6 +301,19 @@ def test_ranks_start_gathers_and_sums_of_stretches_in_one_order(nesting: str, le
         texts = {compilation.check(rank, clock) for rank in range(world)}
         assert len(texts) == 1
         check_one_queue({rank: recorded(compilation, rank, world) for rank in range(world)})
+
+
+@pytest.mark.parametrize("level", [None, 1, 3])
+@pytest.mark.parametrize("nesting", ALL_NESTINGS)
+def test_process_groups_are_those_that_ranks_use(nesting: str, level: int | None) -> None:
+    state = None if level is None else StateSharding(level)
+    compilation, world = compiled("1f1b", nesting, True, 2, state)
+    used = set[Communicator]()
+    for rank in range(world):
+        recorder = Recorder(rank)
+        record(compilation, rank, world, recorder)
+        used |= recorder.groups
+    assert set(communicators(compilation, for_messages=True)) == used
 
 
 @pytest.mark.parametrize("nesting", NESTINGS)

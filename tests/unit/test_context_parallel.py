@@ -26,7 +26,8 @@ from whale.ir.placement import Cut, Segment, unit_ranges
 from whale.ir.plan import Plan, PlanAxis, PlanStage
 from whale.ir.strategy import Scope, Strategy, decode_scopes, encode_scopes, parse_strategy
 from whale.runtime import collectives
-from whale.runtime.ring import RingAttention, Round, _Ahead, _Back, attend, attend_back
+from whale.runtime.attention import attend, attend_back
+from whale.runtime.ring import RingAttention, Round, _Ahead, _Back
 from whale.strategies.bridge_prices import Prices
 from whale.strategies.dry_run import TaskCalls, stage_calls
 
@@ -310,11 +311,11 @@ def test_scores_of_many_rows_are_computed_in_stretches(monkeypatch: pytest.Monke
     torch.manual_seed(0)
     query, key, value, grad = (torch.randn(2, 3, 7, 4).double() for _ in range(4))
     bias = torch.randn(7, 7).double()
-    monkeypatch.setattr("whale.runtime.ring._on_processor", lambda query, value: False)
+    monkeypatch.setattr("whale.runtime.attention._on_processor", lambda query, value: False)
     for mask, causal in ((None, True), (bias, False), (bias[:1], False)):
         found = []
         for most in (10**6, 90):
-            monkeypatch.setattr("whale.runtime.ring._MOST_SCORES", most)
+            monkeypatch.setattr("whale.runtime.attention._MOST_SCORES", most)
             result, sums = attend(query, key, value, mask, causal, None)
             back = attend_back(grad, query, key, value, result, sums, mask, causal, None, mask is not None)
             found.append([result, sums, *(x for x in back if x is not None)])

@@ -76,6 +76,31 @@ def test_a_step_never_waits_for_its_device(spec: str, stepped: dict[str, dict[st
         assert one is None or (one["waits"], one["watched"]) == ([], ["step 1", "step 2"])
 
 
+@pytest.mark.parametrize("spec", SMALL)
+def test_a_rank_is_in_no_process_group_that_it_does_not_use(
+    spec: str, stepped: dict[str, dict[str, dict[str, Any] | None]]
+) -> None:
+    assert [one["unused"] for one in stepped[spec].values() if one is not None and one["unused"]] == []
+
+
+DROPS_WEIGHTS = {
+    "examples/models/gpt.py:gpt": 2,
+    "examples/models/bert.py:bert": 2,
+    "hf:gpt2": 2,
+    "hf:bert": 2,
+    "hf:t5": 3,
+}
+"""How many attentions of a model drop some of their weights, for which only a kernel's own generator is fast enough."""
+
+
+@pytest.mark.parametrize("spec", SMALL)
+def test_generators_are_seeded_for_attention_with_dropout_alone(
+    spec: str, stepped: dict[str, dict[str, dict[str, Any] | None]]
+) -> None:
+    for one in stepped[spec].values():
+        assert one is None or one["seeded"] == 2 * DROPS_WEIGHTS.get(spec, 0)  # in two steps
+
+
 def test_pipelines_are_among_these_steps(stepped: dict[str, dict[str, dict[str, Any] | None]]) -> None:
     assert sum(one["stages"] is not None for one in stepped.values()) >= 4
 

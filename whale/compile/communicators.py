@@ -1,8 +1,9 @@
 """The process groups of a compiled step, in the order in which all ranks make them and use them first.
 
 A process group is a communicator on NCCL: it costs memory on its ranks, and all ranks of the launch meet where it is
-made. So there is one set of ranks for each line of a mesh, for each set that sums gradients, for each that gathers
-parameters, and for each two stages that exchange values in a direction; sets without common ranks are made together.
+made. So there is one set of ranks for each line of a mesh along which programs communicate, for each set that sums
+gradients, for each that gathers parameters, and for each two stages that exchange values in a direction; sets without
+common ranks are made together.
 Knows compilations; makes nothing.
 """
 
@@ -13,8 +14,9 @@ from typing import NamedTuple
 
 from whale.compile.compilation import Compilation
 from whale.ir.check import CollectiveCall
-from whale.ir.program import Direction, Edge, StageSpec
+from whale.ir.program import Direction, Edge, StageSpec, box_size
 from whale.runtime.launch import families
+from whale.strategies.dry_run import like_ranks
 
 __all__ = ["DIRECTIONS", "PURPOSES", "Communicator", "communicators", "message_ranks", "start_up"]
 
@@ -39,16 +41,14 @@ def communicators(compilation: Compilation, *, for_messages: bool) -> tuple[Comm
         for_messages: whether messages have groups of their own: on NCCL all that is started on a group runs one after
             another.
     """
-    meshes = [stage.mesh for stage in compilation.stages]
-    lines = {mesh.group(axis, rank) for mesh in meshes for axis in range(len(mesh.axes)) for rank in mesh.ranks}
     sets: dict[str, set[tuple[int, ...]]] = {
-        "inside stages": {tuple(sorted(line)) for line in lines},
+        "inside stages": _lines(compilation),
         "sums of gradients": {spec.ranks for spec in compilation.reduces},
         "gathers of parameters": {unit.spec.ranks for unit in compilation.units},
     }
     if for_messages:
         for direction in DIRECTIONS:
-            edges = [edge for edge in compilation.edges if direction == "forward" or edge.needs_grad]
+            edges = [edge for edge in compilation.edges if _has_messages(edge, direction)]
             sets[direction] = {message_ranks(compilation.rank_specs, edge) for edge in edges}
     return tuple(
         Communicator(purpose, ranks)
@@ -56,6 +56,27 @@ def communicators(compilation: Compilation, *, for_messages: bool) -> tuple[Comm
         for ranks in sorted(sets.get(purpose, ()))
         if len(ranks) > 1
     )
+
+
+def _lines(compilation: Compilation) -> set[tuple[int, ...]]:
+    """The lines of meshes along which the programs of stages communicate: all along an axis, or none. That is the same
+    in every layer and micro-batch."""
+    short, found = compilation.folded.of_first, set[tuple[int, ...]]()
+    for stage in short.stages:
+        mesh = stage.mesh
+        axes = [axis for axis, kind in enumerate(mesh.axes) if kind.size > 1]
+        used = set[int]()
+        for first, *_ in like_ranks(stage, short.rows) if axes else ():
+            calls = {bridge.ranks for program in short.local_programs(stage, first, None) for bridge in program.bridges}
+            used.update(axis for axis in axes if mesh.group(axis, first) in calls)
+        found |= {tuple(sorted(mesh.group(axis, rank))) for axis in used for rank in mesh.ranks}
+    return found
+
+
+def _has_messages(edge: Edge, direction: Direction) -> bool:
+    """Whether ranks send something of an edge to others."""
+    transfers = edge.forward if direction == "forward" else edge.backward
+    return any(t.source != t.target and box_size(t.target_box) for own in transfers for t in own)
 
 
 def message_ranks(stages: Sequence[StageSpec], edge: Edge) -> tuple[int, ...]:

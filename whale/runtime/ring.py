@@ -19,15 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.runtime.attention import Stretch, attend, attend_back, cut, dtype_of_sums
 from whale.runtime.collectives import CollectiveModule, DryGroup
 from whale.runtime.ranges import named
 from whale.runtime.recording import call
 
-__all__ = ["Block", "RingAttention", "Round", "attend", "attend_back"]
-
-aten = torch.ops.aten
-
-Stretch = tuple[int, int]
+__all__ = ["Block", "RingAttention", "Round"]
 
 
 class Block(NamedTuple):
@@ -201,9 +198,9 @@ class _Ahead(_Going):
         for owner, keys, values in self.visits(key, value):
             seen = self.masked(mask, owner)
             for rows, columns, causal in self.round.blocks(owner) if query.numel() else ():  # else kernels fail
-                own = _cut(query, rows), _cut(keys, columns), _cut(values, columns)
+                own = cut(query, rows), cut(keys, columns), cut(values, columns)
                 found, log = attend(*own, seen, causal, self.round.scale)
-                _merge(_cut(total, rows), sums.narrow(-1, rows[0], rows[1] - rows[0]), found, log)
+                _merge(cut(total, rows), sums.narrow(-1, rows[0], rows[1] - rows[0]), found, log)
         if total is not result:
             result.copy_(total)
         return packed
@@ -211,7 +208,7 @@ class _Ahead(_Going):
     def without_data(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """An empty tensor for what it returns."""
         rows = prod(query.shape[:-1])
-        sums = rows * _wide(query.dtype).itemsize // query.element_size()
+        sums = rows * dtype_of_sums(query.dtype).itemsize // query.element_size()
         return query.new_empty(_aligned(rows * value.shape[-1], query.dtype) + sums)
 
     def unpacked(
@@ -220,7 +217,7 @@ class _Ahead(_Going):
         """The result, in the layout that a following projection reads, and the logarithms of the sums."""
         shape = (*query.shape[:-1], value.shape[-1])
         sums = packed[_aligned(prod(shape), query.dtype) :]
-        if (wide := _wide(query.dtype)) != query.dtype:
+        if (wide := dtype_of_sums(query.dtype)) != query.dtype:
             sums = sums.view(wide)
         return _laid(packed[: prod(shape)], shape), sums.view(query.shape[:-1])
 
@@ -250,14 +247,14 @@ class _Back(_Going):
                 of_keys, of_values = _views(part, [keys.shape, values.shape])
             seen = self.masked(mask, owner)
             for rows, columns, causal in self.round.blocks(owner) if query.numel() else ():
-                x = _cut(query, rows), _cut(keys, columns), _cut(values, columns)
+                x = cut(query, rows), cut(keys, columns), cut(values, columns)
                 log = sums.narrow(-1, rows[0], rows[1] - rows[0])
                 found = attend_back(
-                    _cut(grad, rows), *x, _cut(result, rows), log, seen, causal, self.round.scale, self.of_mask
+                    cut(grad, rows), *x, cut(result, rows), log, seen, causal, self.round.scale, self.of_mask
                 )
-                _cut(of_query, rows).add_(found[0])
-                _cut(of_keys, columns).add_(found[1])
-                _cut(of_values, columns).add_(found[2])
+                cut(of_query, rows).add_(found[0])
+                cut(of_keys, columns).add_(found[1])
+                cut(of_values, columns).add_(found[2])
                 if found[3] is not None:
                     self._add_to_mask(of_mask[0], found[3], owner)
                 del found
@@ -300,138 +297,6 @@ class _Back(_Going):
         return [query, key, value, *([mask] if self.of_mask and mask is not None else [])]
 
 
-# A block of the scores on one device
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Attention of rows to some of their columns, and the logarithm of the sum of the weights of each row, which is the
-    least number where it has none."""
-    key, value = _repeated(query, key, value)
-    if mask is not None and mask.requires_grad:
-        mask = mask.detach()
-    if _on_processor(query, value):
-        bias = _bias(mask, query)
-        result, sums = aten._scaled_dot_product_flash_attention_for_cpu.default(
-            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
-        )
-        if bias is not None:  # the kernel gives zero for a row without columns
-            sums = sums.masked_fill((bias == -torch.inf).all(-1), torch.finfo(sums.dtype).min)
-        return result, sums
-    if _by_flash(query, value, mask):
-        found = aten._scaled_dot_product_flash_attention.default(query, key, value, 0.0, causal, scale=scale)
-        return found[0], found[1]
-    parts = []
-    for first, stop in _stretches(query, key):
-        scores = _scores(query, key, mask, causal, scale, first, stop)
-        sums = scores.logsumexp(-1).clamp_min(torch.finfo(scores.dtype).min)
-        weights = scores.sub_(sums.unsqueeze(-1)).exp_()
-        parts.append((weights @ value.to(scores.dtype), sums))
-    results, logs = zip(*parts, strict=True)
-    return torch.cat(results, -2), torch.cat(logs, -1)
-
-
-def attend_back(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    result: Tensor,
-    sums: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    of_mask: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of a block's queries, keys and values, and of its mask if asked; *result* and *sums* are those of the
-    rows over all columns."""
-    groups = key.shape
-    keys, values = _repeated(query, key, value)
-    of_bias: Tensor | None = None
-    if _on_processor(query, value) and not of_mask:
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-            grad, query, keys, values, result, sums, 0.0, causal, attn_mask=_bias(mask, query), scale=scale
-        )
-    elif _by_flash(query, value, mask):
-        nothing = torch.zeros((), dtype=torch.int64, device=query.device)
-        found = aten._scaled_dot_product_flash_attention_backward.default(
-            grad, query, keys, values, result, sums, None, None, query.shape[-2], keys.shape[-2], 0.0, causal,
-            nothing, nothing, scale=scale,
-        )  # fmt: skip
-    else:
-        wide, factor = _wide(query.dtype), query.shape[-1] ** -0.5 if scale is None else scale
-        found = tuple(torch.zeros_like(x, dtype=wide) for x in (query, keys, values))
-        of_bias = torch.zeros_like(mask, dtype=wide) if of_mask and mask is not None else None
-        for first, stop in _stretches(query, keys):
-            weights = _scores(query, keys, mask, causal, scale, first, stop)
-            weights.sub_(sums[..., first:stop].unsqueeze(-1)).exp_()
-            rows = first, stop
-            above, made, asked = (_cut(x, rows).to(wide) for x in (grad, result, query))
-            found[2].add_(weights.transpose(-2, -1) @ above)
-            inner = above @ values.to(wide).transpose(-2, -1) - (above * made).sum(-1, keepdim=True)
-            of_scores = weights.mul_(inner)
-            _cut(found[0], rows).add_(of_scores @ keys.to(wide), alpha=factor)
-            found[1].add_(of_scores.transpose(-2, -1) @ asked, alpha=factor)
-            if of_bias is not None:
-                place = of_bias if of_bias.shape[-2] == 1 else _cut(of_bias, rows)
-                place.add_(of_scores.sum_to_size(place.shape))
-    of_key, of_value = (_summed(x, groups) for x in found[1:3])
-    return found[0], of_key, of_value, of_bias
-
-
-def _on_processor(query: Tensor, value: Tensor) -> bool:
-    """Whether torch has a kernel for processors."""
-    return query.device.type in ("cpu", "meta") and query.dim() == 4 and query.shape[-1] == value.shape[-1]
-
-
-def _by_flash(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether flash attention takes such operands."""
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    width = query.shape[-1]
-    alike = query.dim() == 4 and width == value.shape[-1] and width % 8 == 0 and width <= 256
-    return query.is_cuda and half and alike and mask is None
-
-
-def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """A mask as a term of the scores, with as many dims as these."""
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-    return mask.to(query.dtype).reshape((1,) * (query.dim() - mask.dim()) + tuple(mask.shape))
-
-
-_MOST_SCORES = 2**26
-"""The number of scores that are in memory at once where no kernel computes them."""
-
-
-def _stretches(query: Tensor, key: Tensor) -> list[Stretch]:
-    """The rows in stretches whose scores fit in memory."""
-    rows = query.shape[-2]
-    size = max(1, _MOST_SCORES // max(prod(query.shape[:-2]) * key.shape[-2], 1))
-    return [(first, min(first + size, rows)) for first in range(0, rows, size)]
-
-
-def _scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float | None, first: int, stop: int
-) -> Tensor:
-    """The scores of some rows."""
-    wide = _wide(query.dtype)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (_cut(query, (first, stop)).to(wide) * factor) @ key.to(wide).transpose(-2, -1)
-    if mask is not None and mask.shape[-2] > 1:
-        mask = _cut(mask, (first, stop))
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(first + 1)
-        scores.masked_fill_(hidden, -torch.inf)
-    if mask is not None and mask.dtype == torch.bool:
-        scores.masked_fill_(~mask, -torch.inf)
-    elif mask is not None:
-        scores.add_(mask)
-    return scores
-
-
 def _merge(result: Tensor, sums: Tensor, found: Tensor, log: Tensor) -> None:
     """Merge attention to other columns into a result, in place."""
     total = torch.logaddexp(sums, log)
@@ -439,40 +304,16 @@ def _merge(result: Tensor, sums: Tensor, found: Tensor, log: Tensor) -> None:
     sums.copy_(total)
 
 
-def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values for each head."""
-    if query.dim() < 4 or query.shape[-3] == key.shape[-3]:
-        return key, value
-    times = query.shape[-3] // key.shape[-3]
-    return key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-
-
-def _summed(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    """The gradient of what was repeated for each head."""
-    if tuple(grad.shape) == tuple(shape):
-        return grad
-    return grad.unflatten(-3, (shape[-3], -1)).sum(-3)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, and of what is added up."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _accumulator(x: Tensor) -> Tensor:
     """A tensor of zeros in which to add up what becomes *x*: itself, unless it has too few digits."""
-    wide = _wide(x.dtype)
+    wide = dtype_of_sums(x.dtype)
     return x.zero_() if wide == x.dtype else torch.zeros_like(x, dtype=wide)
 
 
 def _aligned(count: int, dtype: torch.dtype) -> int:
     """The first place after *count* elements at which sums may begin."""
-    each = _wide(dtype).itemsize // dtype.itemsize
+    each = dtype_of_sums(dtype).itemsize // dtype.itemsize
     return -(-count // each) * each
-
-
-def _cut(x: Tensor, rows: Stretch) -> Tensor:
-    return x.narrow(-2, rows[0], rows[1] - rows[0])
 
 
 def _with_rows(x: Tensor, rows: int) -> tuple[int, ...]:
