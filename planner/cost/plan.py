@@ -329,7 +329,7 @@ class PlanCost:
     def _of_other(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, whole: float) -> Sent:
         size = self.prices.handed(whole, len(source), len(target), positions=into.positions)
         hop = self.prices.hop(source, target, into, size, whole)
-        return Sent(source[0], target[0], size, hop.latency, hop.latency + size / hop.bandwidth)
+        return Sent(size, hop.latency, hop.latency + size / hop.bandwidth)
 
     def _reductions(self, last_share: float) -> Iterator[Reduction]:
         """The sums of gradients: of each set of ranks its own over the replicas, and those of tied parameters over the
