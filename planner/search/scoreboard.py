@@ -1,4 +1,4 @@
-"""What a search has scored so far: its best partial plans, what it left out, and how far it is.
+"""The state of a search: the partial plans that it scored, the best of them, what it left out, and its progress.
 
 It decides nothing: `whale.planner.search.plan_search` asks for scores, and reads here which plans lead.
 """
@@ -44,7 +44,6 @@ class Scoreboard:
         tried, stages_scored: number of partial plans and, about, of their stages.
         points: for a drawing.
         dropped: how many of which family were left out, and why.
-        told: when the progress was told.
     """
 
     meshes: CostTable
