@@ -32,7 +32,7 @@ from whale.planner.search.partial_plans import (
     likely_cuts,
 )
 from whale.planner.search.partition import DeviceCountProgram, GroupedStages
-from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, SearchSettings
+from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, SearchSettings, StageChoice
 from whale.planner.search.refine import disturbed, refined
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
 from whale.planner.search.replica_table import HELD
@@ -402,6 +402,7 @@ class PlanSearch(Scoreboard):
         leading = best_timed(self.best.values(), most + SPARE, key=lambda draft: (draft.meshes, draft.micro_batches))
         found: dict[tuple[Mesh, ...], list[Candidate]] = {}
         seen: set[tuple[Times, int, str]] = set()
+        plans: set[tuple[tuple[StageChoice, ...], int, str]] = set()
         best = inf
         for scored in [*alone, *leading]:
             draft = scored.draft
@@ -413,7 +414,9 @@ class PlanSearch(Scoreboard):
             if len(seen) > most or (len(found) >= self.settings.top and scored.timed.seconds > SURELY_SLOWER * best):
                 break
             candidate = laid_out(self.meshes, draft, self.batch)
-            if candidate.prediction.fits:
+            plan = candidate.stages, candidate.micro_batches, candidate.schedule
+            if candidate.prediction.fits and plan not in plans:  # stages without experts are alike in any expert groups
+                plans.add(plan)
                 seen.add(look)
                 best = min(best, candidate.prediction.step_seconds)
                 found.setdefault(draft.meshes, []).append(candidate)
