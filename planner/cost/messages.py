@@ -4,13 +4,14 @@ Replicas have their rows in order, as ranges of the micro-batch. Whale sends eac
 of its rows, which is a part where its tensor group divides them, from those that have it
 (`whale.strategies.transfer`), and the gradients back likewise. All of a stage's messages in one direction start
 together. Those that leave a node through one adapter, or enter it through one, get equal parts of it, as in the
-simulator. Messages of other stages are not considered: `whale.planner.simulation` knows when they move.
+simulator. Messages of other boundaries are not considered here: links name the adapters that they share
+(`whale.planner.cost.plan`), and `whale.planner.simulation` knows when they move.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -32,10 +33,8 @@ class InCommon(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The message between two ranks that ends last of some: its ranks, bytes, and seconds in all."""
+    """The message that ends last of some: bytes, and seconds in all."""
 
-    source: int
-    target: int
     bytes: int
     latency: float
     seconds: float
@@ -101,7 +100,8 @@ def exchange(
 ) -> dict[tuple[int, int], Exchange]:
     """Return the slowest messages between *pairs* of replicas of two stages.
 
-    Only nodes of these replicas are looked at closely, whatever the number of others.
+    Only nodes of these replicas are looked at closely, whatever the number of others, and once for all stages that lie
+    alike and hand on as much.
 
     Args:
         prices: of the devices' links.
@@ -110,9 +110,24 @@ def exchange(
 
     The stages may have others between them: then what passes over these is sent.
     """
+    wanted = frozenset(pairs)
+    key = (
+        *prices.places(here.ranks, there.ranks),
+        *((one.size, one.tensor, one.rows) for one in (here, there)),
+        *(prices.handed_on(here.layers, there.layers, rows) for rows in (1, 2)),
+        _held_shares(prices, here, there),
+        wanted,
+    )
+    if key not in prices.memo.exchanges:
+        prices.memo.exchanges[key] = _exchange(prices, here, there, wanted)
+    return prices.memo.exchanges[key]
+
+
+def _exchange(
+    prices: CostModel, here: ChainStage, there: ChainStage, wanted: frozenset[tuple[int, int]]
+) -> dict[tuple[int, int], Exchange]:
     owners = _Owners.of(here), _Owners.of(there)
     found = list(in_common(owners[0].rows, owners[1].rows))
-    wanted = set(pairs)
     node_of = [device.node for device in prices.cluster.devices]
     nodes = [[{node_of[rank] for rank in ranks} for ranks in own.ranks] for own in owners]
     close: tuple[set[str], set[str]] = set(), set()
@@ -121,13 +136,17 @@ def exchange(
             close[0].update(nodes[0][one.source])
             close[1].update(nodes[1][one.target])
     near = [one for one in found if close[0] & nodes[0][one.source] or close[1] & nodes[1][one.target]]
-    layers = prices.profile.layers
-    shares = prices.held_shares(layers[here.last - 1], here.tensor, layers[there.first], there.tensor)
+    shares = _held_shares(prices, here, there)
     sizes = [prices.handed_on(here.layers, there.layers, one.rows) for one in near]
     back_again = [InCommon(one.target, one.source, one.rows) for one in near]
     ahead = _slowest(prices, _messages(owners, near, sizes, shares), wanted)
     back = _slowest(prices, _messages(owners[::-1], back_again, sizes, shares[::-1]), {pair[::-1] for pair in wanted})
     return {pair: Exchange(ahead[pair], back[pair[::-1]]) for pair in wanted}
+
+
+def _held_shares(prices: CostModel, here: ChainStage, there: ChainStage) -> tuple[float, float]:
+    layers = prices.profile.layers
+    return prices.held_shares(layers[here.last - 1], here.tensor, layers[there.first], there.tensor)
 
 
 def _messages(
@@ -156,7 +175,7 @@ def _messages(
 
 
 def _slowest(
-    prices: CostModel, messages: Iterable[_Message], wanted: set[tuple[int, int]]
+    prices: CostModel, messages: Iterable[_Message], wanted: Collection[tuple[int, int]]
 ) -> dict[tuple[int, int], Sent]:
     """The last message to end between each pair of replicas, if all begin at once."""
     moved = [(one, prices.topology.resources(one.source, one.target)) for one in messages if one.source != one.target]
@@ -168,7 +187,7 @@ def _slowest(
     for resource, sizes in users.items():
         sizes.sort()
         before[resource] = sizes, list(accumulate(sizes, initial=0))
-    found = {pair: Sent(0, 0, 0, 0.0, 0.0) for pair in wanted}
+    found = {pair: Sent(0, 0.0, 0.0) for pair in wanted}
     for one, resources in moved:
         if one.replicas not in wanted:
             continue
@@ -180,5 +199,5 @@ def _slowest(
         hop = prices.link(one.source, one.target, one.bytes)
         seconds = hop.latency + through / hop.bandwidth
         if seconds > found[one.replicas].seconds:
-            found[one.replicas] = Sent(one.source, one.target, one.bytes, hop.latency, seconds)
+            found[one.replicas] = Sent(one.bytes, hop.latency, seconds)
     return found

@@ -259,18 +259,37 @@ class PlanCost:
                 example.setdefault((self.of[here][pair.source], self.of[there][pair.target]), pair)
             ways: list[list[Transfer]] = [[], []]
             messages = self._whales if self.prices.exchanges else self._of_others
-            for (source, target), both in messages(here, there, example).items():
-                ends = self.kinds[here][source].rank, self.kinds[there][target].rank
-                for way, sent, (a, b) in zip(ways, both, (ends, ends[::-1]), strict=True):
-                    way.append(Transfer(source=a, target=b, bytes=sent.bytes))
+            found = messages(here, there, example)
+            for way, transfers in enumerate(ways):
+                # All messages of a way are in each other's price; the slowest shares its ends with other boundaries.
+                ends: set[str] = set()
+                for (source, target), both in sorted(found.items(), key=lambda one: -one[1][way].seconds):
+                    sent, ranks = both[way], (self.kinds[here][source].rank, self.kinds[there][target].rank)
+                    a, b = ranks[:: -1 if way else 1]
+                    transfers.append(Transfer(source=a, target=b, bytes=sent.bytes))
                     spent = max(1e-12, sent.seconds - sent.latency)
-                    link = LinkTime(source=a, target=b, latency=sent.latency, bandwidth=max(1, sent.bytes) / spent)
+                    own = set(self._ends(a, b, example[source, target].same_node)) - ends
+                    ends |= own
+                    link = LinkTime(
+                        source=a,
+                        target=b,
+                        latency=sent.latency,
+                        bandwidth=max(1, sent.bytes) / spent,
+                        resources=tuple(sorted(own)),
+                    )
                     if (a, b) not in links or link.bandwidth < links[a, b].bandwidth:
                         links[a, b] = link
             boundaries.append(
                 Boundary(source_stage=here, target_stage=there, forward=tuple(ways[0]), backward=tuple(ways[1]))
             )
         return tuple(boundaries), tuple(links.values())
+
+    def _ends(self, source: int, target: int, same_node: bool) -> tuple[str, ...]:
+        """The resources that a message shares with those of other boundaries, in stacks like Whale's."""
+        if not self.prices.exchanges:
+            return ()
+        end = self.prices.topology.end
+        return end(source, "out", same_node), end(target, "in", same_node)
 
     def _whales(
         self, here: int, there: int, example: Mapping[tuple[int, int], _Pair]
@@ -310,7 +329,7 @@ class PlanCost:
     def _of_other(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, whole: float) -> Sent:
         size = self.prices.handed(whole, len(source), len(target), positions=into.positions)
         hop = self.prices.hop(source, target, into, size, whole)
-        return Sent(source[0], target[0], size, hop.latency, hop.latency + size / hop.bandwidth)
+        return Sent(size, hop.latency, hop.latency + size / hop.bandwidth)
 
     def _reductions(self, last_share: float) -> Iterator[Reduction]:
         """The sums of gradients: of each set of ranks its own over the replicas, and those of tied parameters over the

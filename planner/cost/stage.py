@@ -140,6 +140,8 @@ class Memo(LayerMemo):
         self.layers: dict[Any, StageCost] = {}
         self.collectives: dict[Any, float] = {}
         self.hops: dict[Any, Hop] = {}
+        self.places: dict[Any, int] = {}
+        self.exchanges: dict[Any, Any] = {}
         self.besides: dict[Any, Beside] = {}
         self.buckets: dict[tuple[Shape, bool], int] = {}
 
@@ -169,6 +171,7 @@ class CostModel(LayerCosts):
     _messages: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict, init=False)
     _parts: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict, init=False)
     _shapes: dict[tuple[int, ...], Shape] = field(default_factory=dict, init=False)
+    _located: dict[tuple[int, ...], tuple[int, dict[int, int]]] = field(default_factory=dict, init=False)
     _sharings: dict[tuple[tuple[int, ...], int], int] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -364,6 +367,23 @@ class CostModel(LayerCosts):
                 numbers[look] = known.setdefault((node.intra, node.inter, types), len(known))
             found.append(numbers[look])
         return found
+
+    def places(self, here: Sequence[int], there: Sequence[int]) -> tuple[int, int, frozenset[tuple[int, int]]]:
+        """Key for the location of two sets of ranks, each in order: messages between sets of equal keys take as long.
+        Linear in the ranks; each set is looked at once."""
+        (one, own), (other, others) = self._place(tuple(here)), self._place(tuple(there))
+        return one, other, frozenset((own[node], others[node]) for node in own.keys() & others.keys())
+
+    def _place(self, ranks: tuple[int, ...]) -> tuple[int, dict[int, int]]:
+        """A number for the kinds of nodes of *ranks* and their positions there, and the order of these nodes."""
+        if ranks not in self._located:
+            order: dict[int, int] = {}
+            kinds, look = self._kinds_of_nodes, []
+            for node, position in map(self._places.__getitem__, ranks):
+                look.append((order.setdefault(node, len(order)), kinds[node], position))
+            known = self.memo.places
+            self._located[ranks] = known.setdefault(tuple(look), len(known)), order
+        return self._located[ranks]
 
     # Layers
 

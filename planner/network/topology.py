@@ -113,11 +113,15 @@ class Topology:
         Raises:
             UsageError: a rank does not exist, or the cluster does not give a node's adapters.
         """
-        here, there = self.cluster.node_of(source), self.cluster.node_of(target)
-        if here is there:
-            return f"rank {source} out", f"rank {target} in"
-        ends = ((source, here, "out"), (target, there, "in"))
-        return tuple(f"{node.name} adapter {self.adapters(node, (rank,))[0]} {way}" for rank, node, way in ends)
+        within = self.cluster.node_of(source) is self.cluster.node_of(target)
+        return self.end(source, "out", within), self.end(target, "in", within)
+
+    def end(self, rank: int, way: Literal["out", "in"], within: bool) -> str:
+        """The resource by which messages of a rank go out or come in, to others *within* its node or on other nodes."""
+        if within:
+            return f"rank {rank} {way}"
+        node = self.cluster.node_of(rank)
+        return f"{node.name} adapter {self.adapters(node, (rank,))[0]} {way}"
 
     def route(self, source: int, target: int) -> tuple[Any, ...]:
         """Key of the route of a message between two ranks: by routes with equal keys, it takes the same time."""

@@ -245,7 +245,7 @@ def _slowest(each: Sequence[float], held: Sequence[Sequence[int]], parts: int) -
     9.0
     """
     each = [max(own, 1e-12) for own in each]
-    bounds = np.unique(np.outer(each, np.arange(1, parts + 1))).tolist()
+    bounds = sorted({own * num for own in each for num in range(1, parts + 1)})
 
     def done(place: int) -> bool:
         in_time = [int(bounds[place] / own * (1 + 1e-9)) for own in each]

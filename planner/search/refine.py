@@ -184,11 +184,13 @@ def _by_evenness(
     found = []
     paces: dict[int, dict[Mesh, tuple[float, float] | None]] = {}
     for sequence, count in sequences:
-        own, speed, sent = paces.setdefault(count, {}), 0.0, 0.0
-        for mesh in sequence:
-            if mesh not in own:
-                own[mesh] = _speed(meshes, mesh, batch, count)
-            pace = own[mesh]
+        paces.setdefault(count, {}).update(dict.fromkeys(sequence))
+    for count, own in paces.items():
+        _find_speeds(meshes, own, batch, count)
+    for sequence, count in sequences:
+        each = [paces[count][mesh] for mesh in sequence]
+        speed = sent = 0.0
+        for pace in each:
             if pace is None:
                 break
             speed, sent = speed + pace[0], sent + pace[1]
@@ -198,13 +200,16 @@ def _by_evenness(
     return [(sequence, count) for _, sequence, count in found]
 
 
-def _speed(meshes: CostTable, mesh: Mesh, batch: int, micro_batches: int) -> tuple[float, float] | None:
-    """Chains a second that a mesh takes, and its p2p time; None if it is not possible."""
+def _find_speeds(
+    meshes: CostTable, paces: dict[Mesh, tuple[float, float] | None], batch: int, micro_batches: int
+) -> None:
+    """Chains a second that each mesh takes, and its p2p time; None of those that are not possible."""
     rows = meshes.rows(batch, micro_batches)
-    if sum(mesh.counts) % mesh.size or mesh.data > rows:
-        return None
-    pace = meshes.paces(mesh, rows, micro_batches)
-    return 1 / max(pace.of_chain, 1e-12), pace.hop
+    possible = [mesh for mesh in paces if sum(mesh.counts) % mesh.size == 0 and mesh.data <= rows]
+    meshes.find_paces(possible, rows, micro_batches)
+    for mesh in possible:
+        pace = meshes.paces(mesh, rows, micro_batches)
+        paces[mesh] = 1 / max(pace.of_chain, 1e-12), pace.hop
 
 
 def _neighbours(meshes: CostTable, scored: Scored, max_stages: int) -> list[tuple[Mesh, ...]]:

@@ -34,15 +34,9 @@ OSDI 2022).
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
-from itertools import pairwise, product
-from math import inf, isqrt
-from random import Random
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
@@ -50,81 +44,17 @@ from whale.ir.profile import ModelProfile
 from whale.ir.state import LEVELS, StateSharding
 from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.planner.balance.least_recompute import least_steps
-from whale.planner.cost.memory import framework_bytes, refuse_tiny
 from whale.planner.cost.stage import CostModel, Memo
-from whale.planner.search.bound import least_seconds
-from whale.planner.search.effort import QUICK, THOROUGH, Effort
 from whale.planner.search.evaluate import fitted
-from whale.planner.search.families import EvenPace, Family, Outlook, fit_divisions, outlooks
-from whale.planner.search.layout import laid_out
-from whale.planner.search.partial_plans import (
-    PartialPlan,
-    Scored,
-    Times,
-    best_cuts,
-    best_timed,
-    cut_exactly,
-    evenest_cuts,
-    likely_cuts,
-    score_partial,
-)
-from whale.planner.search.partition import DeviceCountProgram, GroupedStages
-from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
-from whale.planner.search.refine import disturbed, refined
-from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
-from whale.planner.search.replica_table import HELD
-from whale.planner.search.space import Chain, Mesh, pools_of
+from whale.planner.search.plan_search import PlanSearch, best_of, step_seconds
+from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, Progress, SearchSettings
+from whale.planner.search.space import Chain, pools_of
 from whale.planner.search.table import CostTable
 
 __all__ = ["search"]
 
-_T = TypeVar("_T")
-
-LONGEST_LINE = 8
-"""Devices up to which pure pipelines get their cuts in several orders; those of more are a family."""
-
-MOST_MISSING = 24
-"""Sequences that hold most of the model of which it is found out by how much they do not fit, where none does."""
-
-FEW_MICRO_BATCHES = 12
-"""Largest number of micro-batches tried on large clusters whether or not it divides the batch."""
-
-FEW_NUMBERS = 8
-"""Numbers of micro-batches up to which families are solved for all of them."""
-
-MOST_TYPES_CHOSEN = 4
-"""Types of devices up to which single stages leave out any of them."""
-
-MOST_LOOKED_AT = 3
-"""Number of the largest micro-batch counts with which a short search tests a remedy."""
-
-DRAFT_OVERHEAD = 4
-"""Stages that take as long to score as a partial plan does besides its stages, about."""
-
-SPARE = 5
-"""Number of further partial plans that are placed if some do not fit on ranks."""
-
-MOST_LAID_OUT, LAID_RANKS = 60, 1024
-"""Limits on the partial plans that are placed and on their total ranks, if these are more than requested: the order on
-ranks may differ."""
-
-LEAST_LAID_OUT = 5
-"""Partial plans that are placed and fit, even if the time is up."""
-
-SURELY_SLOWER = 1.15
-"""Ratio to the best simulated step above which a partial plan's own time makes it no rival: on ranks it is rarely as
-much faster."""
-
-MOST_EXCHANGED = 16
-"""Pairs of neighbours of the best plan that are exchanged at last."""
-
 LEAST_TIME = 0.25
 """Part of the time limit that a search has at least under each rule of recompute, where nothing fits without."""
-
-SECONDS_BETWEEN_PROGRESS = 0.1
-
-MOST_POINTS = 400
-"""Points that are kept for a drawing."""
 
 
 def search(
@@ -182,9 +112,9 @@ def search(
     pools, began = pools_of(cluster), time.monotonic()
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
 
-    def under(prices: CostModel) -> _Search:
+    def under(prices: CostModel) -> PlanSearch:
         left = max(settings.time_limit - (time.monotonic() - began), LEAST_TIME * settings.time_limit)
-        return _Search(
+        return PlanSearch(
             meshes=CostTable(prices=prices, pools=pools, chain=chain),
             batch=batch,
             settings=replace(settings, time_limit=left),
@@ -194,7 +124,7 @@ def search(
 
     ended: list[WhaleError] = []
 
-    def run(search: _Search) -> Found | None:
+    def run(search: PlanSearch) -> Found | None:
         try:
             return search.run()
         except (InfeasibleError, UsageError) as error:  # it was stopped, or there was no time
@@ -261,14 +191,14 @@ def _with_least(prices: CostModel, found: Sequence[Found], batch: int, settings:
     for candidate in (one for each in found for one in each.candidates):
         least = _least(prices, candidate, batch, settings)
         candidates.setdefault((least.stages, least.micro_batches, least.schedule), least)
-    ordered = sorted(candidates.values(), key=_step_seconds)
+    ordered = sorted(candidates.values(), key=step_seconds)
     default = [each.default for each in found if each.default is not None]
     dropped: Counter[tuple[str, str]] = Counter()
     for one in (one for each in found for one in each.dropped):
         dropped[one.family, one.reason] += one.count
     return Found(
-        candidates=tuple(_best_of(ordered, settings.top)),
-        near=tuple(sorted((one for each in found for one in each.near), key=_step_seconds)),
+        candidates=tuple(best_of(ordered, settings.top)),
+        near=tuple(sorted((one for each in found for one in each.near), key=step_seconds)),
         bound_seconds=min(each.bound_seconds for each in found),
         dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in dropped.items()),
         points=tuple(one for each in found for one in each.points),
@@ -311,493 +241,4 @@ def _least(prices: CostModel, candidate: Candidate, batch: int, settings: Search
         return least if least.prediction.fits else of
 
     both = (least_levels(least_rules(candidate)), least_rules(least_levels(candidate)))
-    return min(both, key=_step_seconds)
-
-
-class _Lacking(NamedTuple):
-    """A sequence of meshes, or a family, of which nothing fits, and the part of the layers that it holds at most."""
-
-    given: tuple[Mesh, ...] | Family
-    micro_batches: int
-    schedule: str
-    held: float
-
-
-class _Waiting(NamedTuple):
-    """A family that is not solved yet, or all those of a number of micro-batches, which are not listed yet.
-
-    Attributes:
-        reach: seconds of a step to which it could come at best.
-        micro_batches: of a step.
-        place: among the families of that number of micro-batches.
-        outlook: which family it is; None: not listed.
-        pace: seconds per micro-batch of its stages; None until computed; ``reach`` excludes gradient reductions.
-    """
-
-    reach: float
-    micro_batches: int
-    place: int = 0
-    outlook: Outlook | None = None
-    pace: EvenPace | None = None
-
-
-@dataclass
-class _Search:
-    meshes: CostTable
-    batch: int
-    settings: SearchSettings
-    tell: Callable[[Progress], None] | None
-    stopped: Callable[[], bool]
-    began: float = field(default_factory=time.monotonic)
-    bound: float = 0.0
-    scores: dict[PartialPlan, Scored] = field(default_factory=dict)
-    best: dict[PartialPlan, Scored] = field(default_factory=dict)
-    left: set[PartialPlan] = field(default_factory=set)
-    nearest: Scored | None = None
-    lacking: list[_Lacking] = field(default_factory=list)
-    effort: Effort = QUICK
-    tried: int = 0
-    stages_scored: int = 0
-    points: list[Point] = field(default_factory=list)
-    dropped: dict[tuple[str, str], int] = field(default_factory=dict)
-    told: float = 0.0
-
-    def run(self) -> Found | None:
-        """The best plans; None if nothing fits."""
-        micro_batches, max_stages = self._micro_batches(), self._max_stages()
-        self.bound = least_seconds(self.meshes.prices.under("none"), self.batch)
-        candidates, near = self._tried(micro_batches, max_stages)
-        default = None
-        if self.settings.thorough and not self._over():  # after all that a search does by default
-            default = self._found(candidates, near) if candidates else None
-            self.effort = THOROUGH
-            self.dropped.clear()
-            self.lacking.clear()
-            both = zip((candidates, near), self._tried(micro_batches, max_stages), strict=True)
-            candidates, near = (_unlike((*one, *more)) for one, more in both)
-        if not candidates and self._over():
-            spent = f"after {time.monotonic() - self.began:.3g} seconds and {self.tried} plans"
-            if self.stopped():
-                raise InfeasibleError(f"the search was stopped before it found a plan that fits, {spent}")
-            raise UsageError(
-                f"there was no time to find a plan that fits: the time limit ended the search {spent}; give it more"
-            )
-        if not candidates:
-            return None
-        self._tell()
-        return self._found(candidates, near, default)
-
-    def _found(self, candidates: Sequence[Candidate], near: Sequence[Candidate], default: Found | None = None) -> Found:
-        ordered = sorted(candidates, key=_step_seconds)
-        self.bound = min(self.bound, ordered[0].prediction.step_seconds)
-        return Found(
-            candidates=tuple(_best_of(ordered, self.settings.top)),
-            near=tuple(sorted(near, key=_step_seconds)),
-            bound_seconds=self.bound,
-            dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in self.dropped.items()),
-            points=tuple(self.points),
-            tried=self.tried,
-            seconds=time.monotonic() - self.began,
-            default=default,
-        )
-
-    def _tried(self, micro_batches: Sequence[int], max_stages: int) -> tuple[list[Candidate], list[Candidate]]:
-        """The best plans that this effort leads to, and others on the meshes of one of these."""
-        self._drafts(micro_batches, max_stages)
-        if not self.best and len(self.meshes.pools) > 1:
-            self.meshes = replace(self.meshes, by_memory=True)
-            self.scores.clear()
-            self._drafts(micro_batches, max_stages)
-        most = self.stages_scored + self.effort.stages_descended
-        starts = best_timed(self.best.values(), self.effort.refined // 3, key=lambda draft: draft.micro_batches)
-        for start in dict.fromkeys([*self._leading(2), *starts, *self._leading(self.effort.refined)]):
-            if self.stages_scored < most:
-                self._refine(start, micro_batches, max_stages)
-        self._restart(micro_batches, max_stages)
-        self._reorder()
-        return self._simulated()
-
-    def quick_look(self) -> int | None:
-        """The micro-batches of a plan that fits, if one is found at once: those of few rows take least memory, or only
-        one does."""
-        micro_batches, max_stages = self._micro_batches(), self._max_stages()
-        self._drafts(sorted({micro_batches[0], *micro_batches[-MOST_LOOKED_AT:]}), max_stages)
-        return self._leading(1)[0].draft.micro_batches if self.best else None
-
-    # What is tried
-
-    def _drafts(self, micro_batches: Sequence[int], max_stages: int) -> None:
-        matching = self.meshes.matching_micro_batches(self.batch)
-        dividing = [count for count in micro_batches if self.batch % count == 0]
-        for schedule in self.settings.priced:
-            self._single_strategies(micro_batches, schedule, max_stages)
-            self._single_stages(micro_batches, schedule)
-            few = micro_batches if len(micro_batches) <= FEW_NUMBERS else _spread(dividing, self.effort.micro_batches)
-            tried = {*few, *(count for count in matching if count in micro_batches)}
-            self._families(sorted(tried), schedule, max_stages)
-            while self.best and not self._over():
-                leading = self._leading(1)[0]
-                place = bisect_left(dividing, leading.draft.micro_batches)
-                nearby = set(dividing[max(0, place - 1) : place + 2]) - tried
-                tried |= nearby
-                if nearby:
-                    self._families(sorted(nearby), schedule, max_stages)
-                if self._leading(1)[0] is leading:
-                    break
-
-    def _micro_batches(self) -> list[int]:
-        if self.settings.micro_batches is not None:
-            return [self.settings.micro_batches]
-        small = [count for count in range(1, isqrt(self.batch) + 1) if self.batch % count == 0]
-        found = {*small, *(self.batch // count for count in small), *self.meshes.matching_micro_batches(self.batch)}
-        few = (-(-self.batch // count) for count in range(1, FEW_MICRO_BATCHES + 1))  # rows, of which some are equal
-        found.update(-(-self.batch // rows) for rows in few)
-        return sorted(found)
-
-    def _max_stages(self) -> int:
-        most = min(len(self.meshes.chain), len(self.meshes.prices.cluster.devices))
-        return min(most, self.settings.max_stages or most)
-
-    def _restart(self, micro_batches: Sequence[int], max_stages: int) -> None:
-        """Descend again, from some random moves away from one of the best plans, until some in a row find no better."""
-        draw, most = Random(self.settings.seed), self.stages_scored + self.effort.stages_restarted
-        best, vain = self._best_seconds(), 0
-        while self.best and vain < self.effort.restarts and self.stages_scored <= most and not self._over():
-            start = draw.choice(self._leading(self.effort.leaders))
-            start = disturbed(self.meshes, start, self.batch, max_stages, draw, self._score)
-            self._note(start)
-            self._refine(start, micro_batches, max_stages)
-            vain, best = (vain + 1 if self._best_seconds() >= best else 0), self._best_seconds()
-
-    def _reorder(self) -> None:
-        """Exchange unlike neighbours in the best plan as long as that helps: which of them comes first changes what
-        messages wait for, and a descent only exchanges at its bottleneck."""
-        while self.best and not self._over():
-            leading = self._leading(1)[0]
-            draft = leading.draft
-            unlike = [place for place, (one, other) in enumerate(pairwise(draft.meshes)) if one != other]
-            for place in unlike[:MOST_EXCHANGED]:
-                meshes = list(draft.meshes)
-                meshes[place : place + 2] = meshes[place + 1], meshes[place]
-                sequence = tuple(meshes)
-                self._cut(sequence, draft.micro_batches, draft.schedule)
-                self._note(self._scored(sequence, draft.starts, draft.micro_batches, draft.schedule))
-            if self._leading(1)[0] is leading:
-                break
-
-    def _refine(self, start: Scored, micro_batches: Sequence[int], max_stages: int) -> None:
-        most = self.stages_scored + self.effort.stages_refined
-        refined(
-            self.meshes,
-            start,
-            self.batch,
-            micro_batches=micro_batches,
-            max_stages=max_stages,
-            score=self._score,
-            tried=self._note,
-            kept=self._keep,
-            stop=lambda: self._over() or self.stages_scored > most,
-            left=self.left,
-        )
-
-    def _single_strategies(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
-        """Pure data, tensor and pipeline parallelism over all devices."""
-        pools = self.meshes.pools
-        every = tuple(len(pool.ranks) for pool in pools)
-        num = sum(every)
-        degrees = [degree for degree in self.meshes.prices.tensor_degrees if degree in (1, num)]
-        sequences: list[tuple[Mesh, ...]] = [(Mesh(every, degree),) for degree in degrees]
-        if 1 < num <= min(max_stages, LONGEST_LINE):
-            singles = [Mesh(tuple(int(index == own) for index in range(len(pools))), 1) for own in range(len(pools))]
-            line = [mesh for mesh, count in zip(singles, every, strict=True) for _ in range(count)]
-            by_memory = sorted(line, key=lambda mesh: -pools[mesh.counts.index(1)].type.memory_bytes)
-            sequences += [tuple(line), tuple(reversed(line)), tuple(by_memory)]
-        for count in micro_batches:
-            for sequence in dict.fromkeys(sequences):
-                if not self._over():
-                    self._draft(sequence, count, schedule)
-
-    def _single_stages(self, micro_batches: Sequence[int], schedule: str) -> None:
-        """One stage on all devices, on those of some types, on a node or on a device, at each degree, for few
-        micro-batches: on slow networks few devices are faster than many."""
-        pools = self.meshes.pools
-        every = [len(pool.ranks) for pool in pools]
-        chosen = (
-            product((True, False), repeat=len(every)) if len(every) <= MOST_TYPES_CHOSEN else [(True,) * len(every)]
-        )
-        some = [tuple(num * own for num, own in zip(every, which, strict=True)) for which in chosen if any(which)]
-        for own, pool in enumerate(pools):
-            some += [tuple(num * (own == other) for other in range(len(pools))) for num in (pool.per_node, 1)]
-        few = [count for count in micro_batches if count <= FEW_MICRO_BATCHES]
-        for counts, division in ((one, own) for one in dict.fromkeys(some) for own in fit_divisions(self.meshes, one)):
-            mesh = Mesh(counts, *division)
-            for place, count in enumerate(reversed(few)):  # the more micro-batches, the less memory
-                parts = self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)
-                if (held := float(parts[:, 0].min())) < 1:
-                    self._drop("1 stages", "its devices do not hold the model", len(few) - place)
-                    self.lacking.append(_Lacking((mesh,), count, schedule, held))
-                    break
-                if not self._over():
-                    self._draft((mesh,), count, schedule)
-
-    def _families(self, micro_batches: Sequence[int], schedule: str, max_stages: int) -> None:
-        promising: list[tuple[float, DeviceCountProgram | GroupedStages, int, int]] = []
-        near, solved = self._best_seconds(), 0
-        wider = max(1, len(self.meshes.pools) - 1)  # more types make more families that differ little
-        waiting = self._waiting(micro_batches)
-        while (
-            waiting
-            and not self._over()
-            and waiting[0].reach <= self.effort.near * near
-            and (solved < self.effort.families * wider or waiting[0].reach <= near < inf)
-        ):
-            one = heappop(waiting)
-            if one.outlook is None:
-                for listed in self._outlooks(one.micro_batches, max_stages):
-                    heappush(waiting, listed)
-                continue
-            family = one.outlook.family
-            if one.pace is None:
-                held = family.part_held(self.meshes, self.batch)
-                pace = family.paces(self.meshes, self.batch) if held >= HELD else None
-                if pace is None or pace.slowest == inf:
-                    self._drop(family.name, "its devices do not hold the model", family.num)
-                    self.lacking.append(_Lacking(family, family.micro_batches, schedule, held))
-                else:
-                    reach = family.reach(pace, one.outlook.shallowest)
-                    heappush(waiting, one._replace(reach=reach, pace=pace))
-                continue
-            found = family.sequences(self.meshes, self.batch, schedule, one.pace, self.effort.near * near)
-            promises = found.promises
-            if not promises:
-                self._drop(family.name, "no sequence of its meshes fits in memory")
-                self.lacking.append(_Lacking(family, family.micro_batches, schedule, 1.0))
-            solved += near < inf or bool(promises)
-            promising += [(own, found, place, family.micro_batches) for place, own in enumerate(promises)]
-            if promises and promises[0] < near:  # simulation may be slower: mixed stages are slow to send
-                cut = (one for meshes in found.at(0) for one in self._cut(meshes, family.micro_batches, schedule))
-                near = min([near, *(one.timed.seconds for one in cut if one.fits)])
-        for one in waiting:
-            name = "any family" if one.outlook is None else one.outlook.name
-            if self._over():
-                self._drop(name, "the time was up")
-            elif one.reach > self.effort.near * near:
-                self._drop(name, "could not come near the best if its stages were equal")
-            else:
-                self._drop(name, f"could only come near the best, after {solved} that could reach more")
-        promising.sort(key=lambda one: one[0])
-        sequences = ((meshes, count) for _, found, place, count in promising for meshes in found.at(place))
-        self._score_best(sequences, schedule, self.effort.stages_cut * wider)
-
-    def _waiting(self, micro_batches: Sequence[int]) -> list[_Waiting]:
-        """A heap of all numbers of micro-batches, whose families are not listed yet, those first that could come to
-        least: the lower bound, and what it takes to fill the least pipeline that holds the model."""
-        found = []
-        for count in micro_batches:
-            filling = (self.meshes.least_depth(count) - 1) / count
-            found.append(_Waiting((1 + filling) * (self.bound - self.meshes.prices.step_overhead), count))
-        heapify(found)
-        return found
-
-    def _outlooks(self, count: int, max_stages: int) -> Iterator[_Waiting]:
-        """All families for a number of micro-batches, with what they could come to if layers were divided as one
-        likes."""
-        for place, outlook in enumerate(outlooks(self.meshes, self.batch, count, max_stages)):
-            yield _Waiting(outlook.reach, count, place, outlook)
-
-    def _score_best(self, sequences: Iterable[tuple[tuple[Mesh, ...], int]], schedule: str, stages: int) -> None:
-        """Cut and score the first sequences with numbers of micro-batches, up to a total number of stages, and cut the
-        best of them exactly."""
-        scored: list[Scored] = []
-        for sequence, count in sequences:
-            stages -= len(sequence)
-            if stages < 0 or self._over():
-                break
-            scored += self._cut(sequence, count, schedule)
-        for one in best_timed(scored, self.effort.cut_exactly):
-            self._keep(one if self._over() else cut_exactly(self.meshes, one, self.batch, self._score))
-
-    def _cut(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> list[Scored]:
-        """Partial plans of a sequence with its likely cuts."""
-        every = likely_cuts(self.meshes, sequence, self.batch, count, schedule)
-        scored = [self._scored(sequence, starts, count, schedule) for starts in every]
-        for one in scored:
-            self._note(one)
-        return scored
-
-    def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
-        if any(mesh.data > self.meshes.rows(self.batch, count) for mesh in sequence):
-            return
-        starts = best_cuts(self.meshes, sequence, self.batch, count, schedule)
-        scored = starts and self._scored(sequence, starts, count, schedule)
-        if scored:
-            self._note(scored)
-        if not scored or not scored.fits:
-            self._drop(f"{len(sequence)} stages", "no cut fits in memory")
-            self.lacking.append(_Lacking(sequence, count, schedule, 1.0))
-
-    def _scored(self, sequence: tuple[Mesh, ...], starts: tuple[int, ...], count: int, schedule: str) -> Scored:
-        return self._score(PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule))
-
-    def _score(self, draft: PartialPlan) -> Scored:
-        """Cached `score_partial`."""
-        found = self.scores.get(draft)
-        if found is None:
-            self.stages_scored += DRAFT_OVERHEAD + len(draft.meshes)
-            found = self.scores[draft] = score_partial(self.meshes, draft, self.batch)
-        return found
-
-    # What is known
-
-    def _note(self, scored: Scored) -> None:
-        self.tried += 1
-        if len(self.points) < MOST_POINTS:
-            reason = "" if scored.fits else f"needs {scored.fullness:.2f} times the memory of a device"
-            self.points.append(
-                Point(seconds=scored.seconds, memory=scored.fullness, label=scored.draft.label, reason=reason)
-            )
-        if self.nearest is None or scored.fullness < self.nearest.fullness:
-            self.nearest = scored
-        if scored.fits:
-            self._keep(scored)
-        if time.monotonic() - self.told > SECONDS_BETWEEN_PROGRESS:
-            self._tell()
-
-    def _keep(self, scored: Scored) -> None:
-        if scored.exact or scored.draft not in self.best:
-            self.best[scored.draft] = scored
-
-    def _tell(self) -> None:
-        if self.tell is None:
-            return
-        self.told = time.monotonic()
-        best = self._best_seconds()
-        self.tell(
-            Progress(
-                best_seconds=best if best < inf else None,
-                bound_seconds=self.bound,
-                tried=self.tried,
-                elapsed=self.told - self.began,
-            )
-        )
-
-    def _leading(self, count: int) -> list[Scored]:
-        """The best partial plans so far, each of other meshes, timed."""
-        return best_timed(self.best.values(), count)
-
-    def _best_seconds(self) -> float:
-        return self._leading(1)[0].seconds if self.best else inf
-
-    def _over(self) -> bool:
-        return self.stopped() or time.monotonic() - self.began > self.settings.time_limit
-
-    def _drop(self, family: str, reason: str, num: int = 1) -> None:
-        key = (family, reason)
-        self.dropped[key] = self.dropped.get(key, 0) + num
-
-    # The answer
-
-    def _simulated(self) -> tuple[list[Candidate], list[Candidate]]:
-        """The best partial plans on ranks, one of several with equal times, and others on the meshes of one of these.
-        The best plan of one stage is among them, because only a compiled plan knows how much of its gradient reductions
-        overlaps the last backward."""
-        most = max(self.settings.top, min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices)))
-        alone = best_timed((one for one in self.best.values() if len(one.draft.meshes) == 1), 1)
-        leading = best_timed(self.best.values(), most + SPARE, key=lambda draft: (draft.meshes, draft.micro_batches))
-        found: dict[tuple[Mesh, ...], list[Candidate]] = {}
-        seen: set[tuple[Times, int, str]] = set()
-        best = inf
-        for scored in [*alone, *leading]:
-            draft = scored.draft
-            look = scored.times, draft.micro_batches, draft.schedule
-            if look in seen:
-                continue
-            if len(found) >= LEAST_LAID_OUT and self._over():
-                break
-            if len(seen) > most or (len(found) >= self.settings.top and scored.timed.seconds > SURELY_SLOWER * best):
-                break
-            candidate = laid_out(self.meshes, draft, self.batch)
-            if candidate.prediction.fits:
-                seen.add(look)
-                best = min(best, candidate.prediction.step_seconds)
-                found.setdefault(draft.meshes, []).append(candidate)
-        alike = [sorted(one, key=_step_seconds) for one in found.values()]
-        return [best for best, *_ in alike], [other for _, *others in alike for other in others]
-
-    # Nothing fits
-
-    def shortage(self, prices: CostModel) -> str:
-        """Error text for the nearest plan, with changes that would fit at these *prices*."""
-        for given, count, schedule, _ in sorted(self.lacking, key=lambda one: -one.held)[:MOST_MISSING]:
-            sequence = given.all_devices() if isinstance(given, Family) else given
-            starts = evenest_cuts(self.meshes, sequence, self.batch, count, schedule)
-            if starts is not None and all(mesh.data <= self.meshes.rows(self.batch, count) for mesh in sequence):
-                self._note(self._scored(sequence, starts, count, schedule))
-        if self.nearest is None:
-            return self._contradiction()
-        devices = self.meshes.prices.cluster.devices
-        if all(framework_bytes(device.type, len(devices)) > device.memory_bytes for device in devices):
-            refuse_tiny(devices, len(devices))
-        left = self.settings.time_limit - (time.monotonic() - self.began)
-        weighed = remedies(prices, self.batch, self.settings, look=self._look, seconds=left)
-        return shortage(self.meshes, self.nearest.draft, self.batch, weighed)
-
-    def _contradiction(self) -> str:
-        """Error text where what is fixed leaves no plan, whatever the memory."""
-        fixed, num = self.settings.fixed or Fixed(), len(self.meshes.prices.cluster.devices)
-        devices = f"{num} device{'s' if num != 1 else ''}"
-        for one in fixed.degrees:
-            needed = (one.data or 1) * (one.tensor or 1)
-            if needed > num:
-                return f"{one} needs {needed} devices, but there are {num}; use smaller degrees, or more devices"
-        said = [str(one) for one in fixed.degrees]
-        said += [f"a stage that starts at layer {start}" for start in fixed.starts]
-        said += [f"at most {one} stages" for one in (self.settings.max_stages,) if one is not None]
-        said += [f"{one} micro-batches" for one in (self.settings.micro_batches,) if one is not None]
-        what = f" and what is fixed ({'; '.join(said)})" if said else ""
-        return f"no plan is possible on {devices}{what}; fix less, or use more devices"
-
-    def _look(self, prices: CostModel, batch: int, settings: SearchSettings) -> int | None:
-        """The `quick_look` of another search, which ends with the first plan that fits."""
-        count = settings.micro_batches
-        if count is not None and self.meshes.rows(batch, count) * (count - 1) >= batch:  # of too few rows
-            settings = replace(settings, micro_batches=None)
-        meshes = CostTable(
-            prices=replace(prices, batch=batch),
-            pools=pools_of(prices.cluster),
-            chain=self.meshes.chain,
-        )
-        look = _Search(
-            meshes=meshes,
-            batch=batch,
-            settings=replace(settings, time_limit=QUICK_LOOK_SECONDS, thorough=False),
-            tell=None,
-            stopped=lambda: self.stopped() or bool(look.best),
-        )
-        return look.quick_look()
-
-
-def _step_seconds(candidate: Candidate) -> float:
-    return candidate.prediction.step_seconds
-
-
-def _unlike(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates, each once."""
-    return list({(one.stages, one.micro_batches, one.schedule): one for one in candidates}.values())
-
-
-def _best_of(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The first of some candidates, in order; where there is one of a single stage it takes the last place at least."""
-    found = list(candidates[:count])
-    alone = next((one for one in candidates if len(one.stages) == 1), None)
-    if count > 1 and alone is not None and all(len(one.stages) > 1 for one in found):
-        found[-1] = alone
-    return found
-
-
-def _spread(values: Sequence[_T], most: int) -> list[_T]:
-    """A given number of the values, including the first and the last."""
-    if len(values) <= most:
-        return list(values)
-    step = (len(values) - 1) / (most - 1)
-    return [values[round(index * step)] for index in range(most)]
+    return min(both, key=step_seconds)

@@ -3,13 +3,16 @@
 Every task starts when its rank is free and its inputs have arrived; a message leaves when its task ends and its link is
 free. Over the fixed order of a schedule this gives every start in one pass. Once the pipeline is full, each further
 micro-batch takes as long as the one before. So only as many micro-batches are evaluated as fill the pipeline, plus some
-more, and the rest are extrapolated. Effects that only the simulator models (a sender that waits for a slow message,
-reductions that slow tasks down) do not occur here or are negligible in long steps. This module knows workloads and no
-plans.
+more, and the rest are extrapolated. Messages that share a resource take turns: between two of its own a link leaves it
+to one of each of the others. So a micro-batch takes at least as long as its messages occupy the busiest resource.
+Effects that only the simulator models (a sender that waits for a slow message, a message that waits for those under
+way, reductions that slow tasks down) do not occur here or are negligible in long steps. This module knows workloads and
+no plans.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from math import inf
 from typing import Any, NamedTuple
@@ -137,13 +140,16 @@ class _Inputs(NamedTuple):
     Attributes:
         made: position of the end of the sending task, relative to the rank's own row in all ends by slot.
         latency: of the link; minus infinity if a rank waits for no such message.
-        seconds: transfer time on the link.
+        seconds: transfer time on the link, beside the messages of the same task that share a resource with it.
+        others: seconds that messages of other links occupy its busiest resource between two of its own: those in the
+            same direction, and all.
         free: time at which the link is free again.
     """
 
     made: Integers
     latency: Array
     seconds: Array
+    others: tuple[Array, Array]
     free: Array
 
 
@@ -178,6 +184,8 @@ class _Pass:
         self.free, self.waited = np.zeros(num), np.zeros((2, num))
         self.ends = np.zeros((2, len(self.slots), num))
         self.waits = np.zeros((len(self.slots), 2, num))  # until and with each backward
+        self.links = {(link.source, link.target): link for link in workload.links}
+        self.occupied = self._occupied()
         self.inputs = [self._inputs(ahead) for ahead in (False, True)]
         self.slower = self._slower()
         self.least_ends, self.gathering = np.zeros(num), np.zeros(num)  # of first forwards, and what they wait
@@ -196,22 +204,47 @@ class _Pass:
                 found[place[rank]] += both - both / (1 + slowdown)
         return found
 
+    def _occupied(self) -> list[defaultdict[str, float]]:
+        """Seconds for which the messages of a micro-batch occupy each resource: those of gradients, the others, all."""
+        found = [defaultdict[str, float](float) for _ in range(3)]
+        for boundary in self.workload.boundaries:
+            for own, messages in zip(found, (boundary.backward, boundary.forward), strict=False):
+                for one in messages:
+                    link = self.links[one.source, one.target]
+                    for resource in link.resources:
+                        own[resource] += one.bytes / link.bandwidth
+                        found[-1][resource] += one.bytes / link.bandwidth
+        return found
+
     def _inputs(self, ahead: bool) -> list[_Inputs]:
         """Return the first message that each rank waits for, the second, and so on."""
         num, place = len(self.ranks), {rank: index for index, rank in enumerate(self.ranks)}
-        links = {(link.source, link.target): link for link in self.workload.links}
-        of_ranks: list[list[tuple[int, float, float]]] = [[] for _ in self.ranks]
+        of_ranks: list[list[tuple[float, ...]]] = [[] for _ in self.ranks]
+        together = defaultdict[tuple[int, str], list[float]](list)  # messages of a stage that share a resource
+        messages = []
         for boundary in self.workload.boundaries:
             slots = boundary.target_stage - boundary.source_stage  # from the sending task to the waiting one
+            stage = boundary.source_stage if ahead else boundary.target_stage
             for one in boundary.forward if ahead else boundary.backward:
-                link = links[one.source, one.target]
-                given = place[one.source] - slots * num, link.latency, one.bytes / link.bandwidth
-                of_ranks[place[one.target]].append(given)
+                link = self.links[one.source, one.target]
+                seconds = one.bytes / link.bandwidth
+                messages.append((one, link, seconds, stage, slots))
+                for resource in link.resources:
+                    together[stage, resource].append(seconds)
+        for one, link, seconds, stage, slots in messages:
+            begun = (sum(min(seconds, other) for other in together[stage, name]) for name in link.resources)
+            spent = max(begun, default=seconds)
+            others = [
+                max(0.0, max((occupied[name] for name in link.resources), default=0.0) - spent)
+                for occupied in (self.occupied[ahead], self.occupied[-1])
+            ]
+            given = place[one.source] - slots * num, link.latency, spent, *others
+            of_ranks[place[one.target]].append(given)
         found = []
         for number in range(max(map(len, of_ranks))):
-            every = [own[number] if number < len(own) else (0, -inf, 0.0) for own in of_ranks]
-            made, latency, seconds = (np.array(values) for values in zip(*every, strict=True))
-            found.append(_Inputs(made, latency, seconds, np.zeros(num)))
+            every = [own[number] if number < len(own) else (0, -inf, 0.0, 0.0, 0.0) for own in of_ranks]
+            made, latency, transfer, same, both = (np.array(values) for values in zip(*every, strict=True))
+            found.append(_Inputs(made.astype(np.int64), latency, transfer, (same, both), np.zeros(num)))
         return found
 
     def _sending(self, ahead: bool) -> Array:
@@ -220,17 +253,16 @@ class _Pass:
         if not self.workload.blocking_transfers:
             return found
         place = {rank: index for index, rank in enumerate(self.ranks)}
-        links = {(link.source, link.target): link for link in self.workload.links}
         for boundary in self.workload.boundaries:
             for one in boundary.forward if ahead else boundary.backward:
                 own = place[one.source]
-                found[own] = max(found[own], one.bytes / links[one.source, one.target].bandwidth)
+                found[own] = max(found[own], one.bytes / self.links[one.source, one.target].bandwidth)
         return found
 
     def step(self) -> Timing:
         for slot, given in enumerate(self.slots):
-            self._run(slot, True, given.forwards, given.last_forward)
-            self._run(slot, False, given.backwards, given.last_backward)
+            self._run(slot, True, given.forwards, given.last_forward, bool(given.backwards))
+            self._run(slot, False, given.backwards, given.last_backward, bool(given.forwards))
         times, depth = self.workload.micro_batches - self.count, len(self.places)
         if times:
             period = self._period()
@@ -240,9 +272,9 @@ class _Pass:
                 self._go_on(own, times, period, self.waits[last, :, own] - self.waits[first, :, own])
         return self._ended()
 
-    def _run(self, slot: int, ahead: bool, stages: range, last: int) -> None:
+    def _run(self, slot: int, ahead: bool, stages: range, last: int, both: bool) -> None:
         """Run a forward or a backward on each rank of some stages once its inputs have arrived; the *last* stage's one
-        has fewer rows."""
+        has fewer rows. Messages go *both* ways, or one."""
         if not stages:
             return
         own = slice(self.places[stages[0]].start, self.places[stages[-1]].stop)
@@ -258,6 +290,7 @@ class _Pass:
             arrived = given.free[own] + given.latency[own]
             issued = np.where(arrived > begin, np.maximum(made, free), issued)
             begin = np.maximum(begin, arrived)
+            given.free[own] += share * given.others[both][own]
         self.waited[0, own] += issued - free
         self.waited[1, own] += begin - issued
         done = begin + share * self.seconds[int(ahead), own]

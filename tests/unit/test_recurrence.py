@@ -103,3 +103,31 @@ def test_a_step_of_many_micro_batches_takes_no_longer_to_time() -> None:
         long_timing(pipeline(0, "interleaved", ranks=4, parts=2, micro_batches=num)).seconds for num in (400, 400_000)
     )
     assert other == pytest.approx(1000 * one, rel=0.05)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("message", "off"), [(0.2, 0.03), (1.0, 0.12), (3.0, 0.25)])
+def test_messages_of_several_boundaries_that_share_an_adapter_take_turns(
+    schedule: str, message: float, off: float
+) -> None:
+    """The last three of four stages read what the first one makes, so three messages leave its node at a time. What
+    waits for messages that are under way is left out, which is more the longer they take beside the tasks."""
+    alone = pipeline(3, schedule, ranks=4, micro_batches=16)
+    boundaries = [
+        Boundary(
+            source_stage=here,
+            target_stage=there,
+            forward=(Transfer(source=here, target=there, bytes=1),),
+            backward=(Transfer(source=there, target=here, bytes=1),),
+        )
+        for here, there in ((0, 1), (1, 2), (2, 3), (0, 2), (0, 3))
+    ]
+    links = tuple(
+        LinkTime(source=a, target=b, latency=1e-3, bandwidth=1 / message, resources=(f"{a} out", f"{b} in"))
+        for one in boundaries
+        for a, b in ((one.source_stage, one.target_stage), (one.target_stage, one.source_stage))
+    )
+    workload = alone.model_copy(update={"boundaries": tuple(boundaries), "links": links})
+    timing, whole = long_timing(workload), Timing.of(simulate(workload))
+    assert timing.seconds == pytest.approx(whole.seconds, rel=off)
+    assert sum(timing.breakdown.values()) == pytest.approx(timing.seconds)

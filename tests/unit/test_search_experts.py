@@ -201,6 +201,16 @@ def test_experts_that_do_not_fit_whole_are_split_where_that_is_quickest() -> Non
     assert found.found.bound_seconds <= found.found.best.prediction.step_seconds
 
 
+def test_a_stage_without_experts_is_one_plan_whatever_expert_groups_its_devices_could_form() -> None:
+    slow = Cluster.homogeneous(
+        6, A100, intra=A100.intra_node, num_devices_per_node=2, inter=Link(bandwidth=1.25e8, latency=1e-5)
+    )
+    settings = SearchSettings(micro_batches=2, top=20)
+    found = search(profiled("gshard"), slow, batch=BATCH, settings=settings).candidates
+    assert any(any(profiled("gshard").experts[one.first : one.last]) for one in found[0].stages)
+    assert len({one.stages for one in found}) == len(found) > 1
+
+
 def test_a_fixed_expert_degree_is_kept() -> None:
     profile = profiled("gshard")
     fixed = Fixed(degrees=(Degrees(first=1, last=3, data=2, tensor=1, expert=2),))

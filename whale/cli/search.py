@@ -92,7 +92,13 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 )
 @click.option("--without", "without_", multiple=True, metavar="NODE|TYPE:N", help="What if these devices were missing?")
 @click.option("--with", "with_", multiple=True, metavar="NxTYPE", help="What if there were such a node?")
-@click.option("--time-limit", type=_POSITIVE, default=10.0, metavar="S", help="Seconds [10].")
+@click.option(
+    "--time-limit",
+    type=_POSITIVE,
+    default=10.0,
+    metavar="S",
+    help="Seconds; one plan is compiled whatever they are [10].",
+)
 @click.option("--thorough", is_flag=True, help="Try more plans, in some more seconds.")
 @click.option("--seed", type=click.IntRange(0, MOST), default=0, metavar="N", help="Seed of random moves [0].")
 @click.option("--top", type=AT_LEAST_1, default=5, metavar="K", help="How many plans to show [5].")
