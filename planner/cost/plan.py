@@ -16,8 +16,19 @@ from itertools import groupby
 from typing import NamedTuple
 
 from whale.ir.cluster import Cluster
-from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
+from whale.ir.workload import (
+    Boundary,
+    DeviceMemory,
+    LinkTime,
+    NodeMemory,
+    Prediction,
+    Reduction,
+    StageWork,
+    Transfer,
+    Workload,
+)
 from whale.planner.cost.chain_stage import ChainStage
+from whale.planner.cost.hosts import Held, adding_on_host, link_to_host, node_memories, stepping_on_host, with_copies
 from whale.planner.cost.memory import SUMMED_BYTES, StateBytes, message_bytes, sharded_bytes
 from whale.planner.cost.messages import Exchange, Sent, exchange, in_common
 from whale.planner.cost.overlap import Beside, largest_lead, overlap
@@ -158,7 +169,7 @@ class PlanCost:
         found_costs = []
         for stage, own_kinds in zip(stages, kinds, strict=True):
             shards = len(stage.data_group) if prices.stack.zero and not prices.runs else 1
-            ruled = prices.under(stage.recompute)
+            ruled = _ruled(prices, stage)
             costs = [ruled.stage(stage.layers, kind.group, kind.rows, micro_batches, shards) for kind in own_kinds]
             costs = [
                 _with_gathers(ruled, stage, kind, cost, micro_batches, pipelined=len(stages) > 1)
@@ -185,6 +196,7 @@ class PlanCost:
             precision=self.prices.precision,
             flops=3 * batch * self.prices.flops,
             memory=sorted(self.memory(), key=lambda device: device.rank),
+            hosts=self.hosts(),
             measured=all(price.measured for own in self.costs for price in own),
             launched=self._launched,
         )
@@ -226,7 +238,7 @@ class PlanCost:
         for stage, own, costs in zip(self.stages, self.kinds, self.costs, strict=True):
             gathered_after = self._gathered_after(stage, min(cost.forward for cost in costs))
             for kind, cost in zip(own, costs, strict=True):
-                update[kind.rank] += cost.update * self._owned(stage, kind) + gathered_after
+                update[kind.rank] += self._update(stage, kind, cost) + gathered_after
         return Workload(
             world_size=len(self.prices.cluster.devices),
             micro_batches=self.micro_batches,
@@ -372,6 +384,10 @@ class PlanCost:
                     message = prices.over(
                         kind, group, num_alike, prices.message_bytes(group, num_bytes, num_alike, stage.layers)
                     )
+                if stage.state_on_host:
+                    link = len(group) * link_to_host(prices.cluster, group[0])
+                    size = prices.message_bytes(group, num_bytes, num_alike, stage.layers)
+                    seconds, message = max(seconds, num_bytes / link), max(message, size / link)
                 if slowest is None or seconds > slowest.seconds:
                     slowest = _Sum(group, num_alike, num_bytes, seconds, message)
             found.extend([slowest] if slowest else [])
@@ -381,7 +397,7 @@ class PlanCost:
         """The part of a stage's last backward after which its sums begin, taken as one, and how both slow each
         other."""
         prices, stage = self.prices, self.stages[index]
-        ruled = prices.under(stage.recompute)
+        ruled = _ruled(prices, stage)
         largest = max(sums, key=lambda one: one.seconds)
         message = prices.message_bytes(largest.group, largest.bytes, largest.num_alike, stage.layers)
         beside = prices.beside(largest.group, largest.num_alike, message)
@@ -429,12 +445,12 @@ class PlanCost:
     def _exchanged(self) -> list[_Exchanged]:
         return [_Exchanged.of(self.prices, stage, self.micro_batches) for stage in self.stages]
 
-    def _owned(self, stage: ChainStage, kind: _Kind) -> float:
-        """The part of its state that a device owns: of experts, as many fewer ranks hold as all others."""
-        if not stage.level:
-            return 1.0
-        dense, experts = self.prices.parameters(stage.layers, stage.tensor, stage.expert)
-        return kind.share * (dense / stage.expert + experts) / max(1.0, dense + experts)
+    def _update(self, stage: ChainStage, kind: _Kind, cost: StageCost) -> float:
+        """Seconds of the optimizer of a device, for what it owns."""
+        if stage.state_on_host:
+            own = _own_bytes(self.prices, stage, kind)
+            return stepping_on_host(self.prices.cluster, kind.rank, own, self.prices.optimizer)
+        return cost.update * _owned(self.prices, stage, kind)
 
     def _arriving(self, index: int, kind: _Kind) -> float:
         """Seconds from the beginning of the step before which the first forward of a stage cannot end, because its
@@ -442,7 +458,7 @@ class PlanCost:
         stage, prices = self.stages[index], self.prices
         if self._exchanged[index].tasks:
             return 0.0
-        units = _units(prices.under(stage.recompute), stage, kind, self.micro_batches)
+        units = _units(_ruled(prices, stage), stage, kind, self.micro_batches)
         alike = (self.stages[other] for other in range(index) if self.stages[other].ranks == stage.ranks)
         before = sum(unit.num * unit.gather for one in alike for unit in _units(prices, one, kind, self.micro_batches))
         return arrival_seconds(units, slowdown=overlap_slowdown(prices.num_of_types), before=before)
@@ -477,7 +493,7 @@ class PlanCost:
     def _summing_tied(self, layers: Sequence[int], stage: ChainStage, kind: _Kind, kept: int) -> float:
         """Bytes beside *kept* while a device sums the gradients of the readers of a tied parameter, as autograd does:
         that of the last reader waits for that of the first, and then there is the sum too; activations are freed."""
-        prices, most = self.prices.under(stage.recompute), 0.0
+        prices, most = _ruled(self.prices, stage), 0.0
         if not prices.runs:
             return 0.0
         for readers, shared in prices.profile.tied:
@@ -514,8 +530,10 @@ class PlanCost:
             for place, kind in enumerate(self.kinds[own[0]]):
                 device = prices.cluster.devices[kind.rank]
                 if stage.level:
-                    stepping = round(stepping_whole * self._owned(stage, kind))
-                kept = self._kept(own, place) + round(sum(self._messages(index, kind) for index in own))
+                    stepping = 0 if stage.state_on_host else round(stepping_whole * _owned(prices, stage, kind))
+                kept = self._kept(own, [self.costs[index][place].kept for index in own]) + round(
+                    sum(self._messages(index, kind) for index in own)
+                )
                 working = max(self.costs[index][place].working for index in own)
                 working = round(max(working, stepping - kept, self._summing_tied(layers, stage, kind, kept)))
                 if stage.level:
@@ -533,7 +551,30 @@ class PlanCost:
                     workspace=working,
                     buffers=round(sharded) + wasted,
                     framework=round(prices.overhead_bytes[device.type.name]),
+                    **self._on_host(own, place, kind),
                 )
+
+    def _on_host(self, own: tuple[int, ...], place: int, kind: _Kind) -> dict[str, int]:
+        """Bytes that a device has on its host."""
+        hosted = [index for index in own if self.stages[index].state_on_host]
+        state = sum(_own_bytes(self.prices, self.stages[index], kind) for index in hosted)
+        kept = [self.costs[index][place].hosted for index in own]
+        return {
+            "host_state": round(state * (2 + self.prices.states)),
+            "host_activations": self._kept(own, kept) if any(kept) else 0,
+        }
+
+    def hosts(self) -> tuple[NodeMemory, ...]:
+        """Memory of the nodes on which ranks keep something, one of each kind."""
+        if all(stage.offload == "none" for stage in self.stages):
+            return ()
+        of_kinds = {one.rank: Held(one.host_state, one.host_activations) for one in self.memory()}
+        held: dict[int, Held] = {}
+        for own in self._devices:
+            stage, kinds = self.stages[own[0]], self.kinds[own[0]]
+            for replica, place in enumerate(self.of[own[0]]):
+                held |= dict.fromkeys(stage.slice(replica), of_kinds[kinds[place].rank])
+        return node_memories(self.prices.cluster, held)
 
     def _divided(
         self,
@@ -554,27 +595,33 @@ class PlanCost:
         prices, stage, done = self.prices, self.stages[own[0]], self._exchanged[own[0]]
         size = prices.precision.element_bytes
         frozen = size * sum(prices.frozen_of(prices.profile.layers[one], stage.tensor, stage.expert) for one in layers)
-        trained, share = whole.parameters - frozen, self._owned(stage, kind)
+        trained, share = whole.parameters - frozen, _owned(self.prices, stage, kind)
         apart = size * sum(
             shared / stage.tensor
             for readers, shared in prices.profile.tied
             if self._is_apart(readers) and set(layers).intersection(readers)
         )
-        once = trained * share + apart * (1 - share)  # what stages share is whole
+        held = 0.0 if stage.state_on_host else share
+        once = trained * held + apart * (1 - held)  # what stages share is whole
         unit = min(trained, prices.largest_bucket(stage.data_group, layers, stage.tensor, stage.expert))
         received = unit if any(type_.is_processor for type_ in kind.group.types) else share * unit
+        received = 2 * received + share * unit
+        if stage.data == 1 and (stage.expert > 1 or len(stage.data_group) == 1):
+            received = 0.0  # a rank sums the largest buckets with no other
         kept, kept_one, working = activations
-        summed = min(trained, 3 * unit) + 2 * received + share * unit
-        gradients, summing = whole.gradients, max(0.0, 2 * received + share * unit - kept_one / 2)
+        summed = min(trained, 3 * unit) + received
+        gradients, summing = whole.gradients, max(0.0, received - kept_one / 2)
         if done.each:
             gradients, summing = once, summed
+        elif self.micro_batches == 1 and stage.state_on_host:  # most are there once three buckets have filled
+            gradients, summing = 0.0, max(0.0, summed - kept * min(1.0, 3 * unit / max(1.0, trained)))
         elif self.micro_batches == 1:
             needed = max(0.0, once + summed - kept - working)
             gradients, summing = min(once, needed), max(0.0, needed - once)
         state = StateBytes(
             parameters=frozen + (once if done.tasks else trained),
             gradients=gradients,
-            optimizer=whole.optimizer * share,
+            optimizer=whole.optimizer * held,
         )
         return state, summing + (min(trained, 2 * unit) if done.tasks else 0.0)
 
@@ -585,7 +632,7 @@ class PlanCost:
         found: list[tuple[float, ...]] = []
         for index, stage in enumerate(self.stages):
             rooms, owned = [], 0.0
-            for place in self.of[index] if stage.level else ():
+            for place in self.of[index] if stage.level and not stage.state_on_host else ():
                 device = held[self.kinds[index][place].rank]
                 at_once = self.micro_batches == 1 or self._exchanged[index].each
                 parts = device.parameters, device.gradients, device.optimizer
@@ -612,9 +659,9 @@ class PlanCost:
             shards=shards,
         )
 
-    def _kept(self, own: tuple[int, ...], place: int) -> int:
-        """Bytes that ranks which run the stages *own* save at a time for backwards."""
-        depth, sizes = len(self.stages), [round(self.costs[index][place].kept) for index in own]
+    def _kept(self, own: tuple[int, ...], kept: Sequence[float]) -> int:
+        """Bytes that ranks which run the stages *own* save at a time for backwards, of micro-batches of some bytes."""
+        depth, sizes = len(self.stages), list(map(round, kept))
         if len(own) == 1:
             return in_flight(self.schedule, depth, own[0], self.micro_batches) * sizes[0]
         return peak_kept(self.schedule, self._sets, self.micro_batches, dict(zip(own, sizes, strict=True)))
@@ -644,6 +691,25 @@ def _on_same_ranks(stages: Sequence[ChainStage]) -> list[tuple[int, ...]]:
     return [tuple(by_ranks[stage.ranks]) for stage in stages]
 
 
+def _ruled(prices: CostModel, stage: ChainStage) -> CostModel:
+    """The prices of a stage's layers, without exchanges of its state."""
+    return prices.under(stage.recompute, offload="activations" if stage.activations_on_host else "none")
+
+
+def _owned(prices: CostModel, stage: ChainStage, kind: _Kind) -> float:
+    """The part of its state that a device owns: of experts, as many fewer ranks hold as all others."""
+    if not stage.level:
+        return 1.0
+    dense, experts = prices.parameters(stage.layers, stage.tensor, stage.expert)
+    return kind.share * (dense / stage.expert + experts) / max(1.0, dense + experts)
+
+
+def _own_bytes(prices: CostModel, stage: ChainStage, kind: _Kind) -> float:
+    """Bytes of a stage's trained parameters that a device owns."""
+    elements = sum(prices.parameters(stage.layers, stage.tensor, stage.expert))
+    return elements * prices.precision.element_bytes * _owned(prices, stage, kind)
+
+
 def _with_gathers(
     prices: CostModel, stage: ChainStage, kind: _Kind, cost: StageCost, micro_batches: int, *, pipelined: bool
 ) -> StageCost:
@@ -662,7 +728,7 @@ def _with_gathers(
         reduces = 1 / micro_batches if pipelined else 1.0
         if prices.stack.zero < 2:
             return cost
-    if len(stage.data_group) < 2 or not (gathers or reduces):
+    if (len(stage.data_group) < 2 and not stage.state_on_host) or not (gathers or reduces):
         return cost
     units = [
         one._replace(gather=gathers * one.gather, reduce=reduces * one.reduce)
@@ -674,6 +740,11 @@ def _with_gathers(
     forward, backward = sharded_seconds(
         units, regather=regather, slowdown=slowdown, keeps_last=not prices.runs, tail=not prices.runs
     )
+    if stage.state_on_host:
+        own, link = _own_bytes(prices, stage, kind), link_to_host(prices.cluster, kind.rank)
+        how = {"kept": cost.hosted, "read": gathers * own, "summed": reduces * own}
+        forward, backward = with_copies(forward, backward, **how, link=link)
+        backward += adding_on_host(prices.cluster, kind.rank, reduces * own) * (1 - 1 / micro_batches)
     communication = cost.communication + forward - cost.forward + backward - cost.backward
     return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
 
@@ -688,7 +759,8 @@ def _units(prices: CostModel, stage: ChainStage, kind: _Kind, micro_batches: int
     for block, run in groupby(stage.layers, key=lambda index: layers[index] if prices.repeats(layers[index]) else -1):
         members = list(run)
         num: float = len(members) if block >= 0 else 1
-        num_bytes = sum(prices.parameters(members, stage.tensor, stage.expert)) * size
+        dense, experts = (size * part for part in prices.parameters(members, stage.tensor, stage.expert))
+        num_bytes = dense + experts
         if prices.runs:
             num = max(
                 1.0,
@@ -696,8 +768,12 @@ def _units(prices: CostModel, stage: ChainStage, kind: _Kind, micro_batches: int
             )
         spent = prices.stage(members, kind.group, kind.rows, micro_batches, shards)
         gather, reduce = (
-            prices.over(name, stage.data_group, stage.tensor, num_bytes / num) for name in ("all_gather", scattered)
+            _exchanged(prices, stage, name, dense / num, experts / num) for name in ("all_gather", scattered)
         )
+        if stage.state_on_host:
+            own = kind.share * (dense / stage.expert + experts) / num
+            copied = own / link_to_host(prices.cluster, kind.rank)
+            gather, reduce = max(gather, copied), max(reduce, copied)
         units.append(
             ShardedUnit(
                 forward=spent.forward / num,
@@ -708,6 +784,14 @@ def _units(prices: CostModel, stage: ChainStage, kind: _Kind, micro_batches: int
             )
         )
     return units
+
+
+def _exchanged(prices: CostModel, stage: ChainStage, kind: str, dense: float, experts: float) -> float:
+    """Seconds of a collective over those that hold bytes of dense parameters, and of experts, whom fewer hold."""
+    if stage.expert == 1:
+        return prices.over(kind, stage.data_group, stage.tensor, dense + experts)
+    own = prices.over(kind, stage.data_group[:: stage.expert], stage.tensor * stage.expert, experts)
+    return own + prices.over(kind, stage.data_group, stage.tensor, dense)
 
 
 def _senders(prices: CostModel, stages: Sequence[ChainStage]) -> list[tuple[int, int]]:

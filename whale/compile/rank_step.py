@@ -124,7 +124,7 @@ def rank_step(
             programs = with_derivatives(captured, stage, rank, programs, device, in_parts=in_parts, layouts=layouts)
         if units and device is not None:
             programs = gathered(programs, units)
-        if compilation.offloads_activations and device is not None:
+        if stage.activations_on_host and device is not None:
             programs = offloaded(programs)
         stages.append(
             RankStage(

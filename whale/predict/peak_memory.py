@@ -59,12 +59,13 @@ _SMALL_BYTES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TaskBytes:
-    """Memory of one micro-batch on one stage: saved activations, and the peak of each task beyond what existed before
-    it."""
+    """Memory of one micro-batch on one stage: saved activations, the peak of each task beyond what existed before it,
+    and activations that its forward copies to the host."""
 
     kept: int
     forward_peak: int
     backward_peak: int
+    hosted: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +73,9 @@ class PeakMemory:
     """Peak memory of a rank by category, and the memory of the tasks of each of its stages.
 
     ``parameters`` includes buffers of the model, ``activations`` the batch and temporary buffers of operators,
-    ``buffers`` messages to and from other ranks. ``host`` bytes are in the host's memory: what a rank owns there, with
-    gradients and optimizer states. ``tasks`` and ``calls`` are by stage: bytes of a micro-batch, and the
-    collectives that ``rank`` makes in the first one.
+    ``buffers`` messages to and from other ranks. ``host_state`` and ``host_activations`` are in the host's memory: what
+    a rank owns there, with gradients and optimizer states, and what forwards keep there. ``tasks`` and ``calls`` are by
+    stage: bytes of a micro-batch, and the collectives that ``rank`` makes in the first one.
     """
 
     rank: int
@@ -85,7 +86,8 @@ class PeakMemory:
     buffers: int
     tasks: Mapping[int, TaskBytes]
     calls: Mapping[int, TaskCalls]
-    host: int = 0
+    host_state: int = 0
+    host_activations: int = 0
 
     @property
     def total(self) -> int:
@@ -119,7 +121,7 @@ def peak_memory(
     trial.run(_program(compilation, rank, schedule))
     found = trial.found()
     assert found is not None  # nothing is folded
-    return _held(found, rank, optimizer, device, Counter())
+    return _held(found, rank, optimizer, device, Counter(), compilation.most_in_flight)
 
 
 def brief_peak_memory(
@@ -149,7 +151,7 @@ def brief_peak_memory(
     most = compilation.most_in_flight
     kept = sum((most[stage] - 1) * task.kept for stage, task in found.tasks.items())
     messages = (min(MESSAGES, len(compilation.rows)) - 1) * found.at_peak["buffers"]
-    return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages))
+    return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages), most)
 
 
 def _found(
@@ -235,7 +237,14 @@ def _renamed(one: Fingerprint, found: _Found, other: Fingerprint) -> _Found:
     )
 
 
-def _held(found: _Found, rank: int, optimizer: Optimizer, device: Device, more: Counter[str]) -> PeakMemory:
+def _held(
+    found: _Found,
+    rank: int,
+    optimizer: Optimizer,
+    device: Device,
+    more: Counter[str],
+    most_in_flight: Mapping[int, int],
+) -> PeakMemory:
     """Result of a dry run, with *more* bytes at its peak."""
     costs = costs_of(optimizer)
     state = costs.states * sum(found.sizes) + costs.counter_bytes * len(found.sizes)
@@ -252,7 +261,8 @@ def _held(found: _Found, rank: int, optimizer: Optimizer, device: Device, more: 
         buffers=at_peak["buffers"] + at_peak["sums"],
         tasks=found.tasks,
         calls=found.calls,
-        host=(2 + costs.states) * sum(found.on_host) + costs.counter_bytes * len(found.on_host),
+        host_state=(2 + costs.states) * sum(found.on_host) + costs.counter_bytes * len(found.on_host),
+        host_activations=sum(most_in_flight[stage] * task.hosted for stage, task in found.tasks.items()),
     )
 
 
@@ -406,7 +416,7 @@ class _Trial:
             holder.grad = place
             self.live.mark(place, "gradients")
         for held in [held for held in self.units if held.unit.spec.each][-2:]:  # sums in flight
-            received = len(held.bounds) - 1 if self.device == "cpu" else 1
+            received = 0 if len(held.bounds) == 2 else len(held.bounds) - 1 if self.device == "cpu" else 1
             size = held.bounds[-1] + received * held.own.numel()
             self.in_flight.append(torch.empty(size, dtype=held.unit.dtype, device=self.place))
             self.live.mark(self.in_flight[-1], "sums")
@@ -438,7 +448,7 @@ class _Trial:
             where, cpu = (placed[stage.index], self.rank), torch.device("cpu")
             own = with_derivatives(self.compilation.captured, *where, own, cpu, in_parts=_splits(program))
             own = gathered(own, data.units)
-            if self.compilation.offloads_activations:
+            if placed[stage.index].activations_on_host:
                 own = offloaded(own)
             stages.append(replace(stage, programs=tuple(own)))
         return replace(data, stages=tuple(stages))
@@ -488,7 +498,9 @@ class _Trial:
     def _on_host(self, like: Tensor) -> Tensor:
         """Memory of the host for a tensor."""
         with self.live.elsewhere():
-            return torch.empty_like(like)
+            found = torch.empty_like(like)
+        self.noting.hosted += found.untyped_storage().nbytes()
+        return found
 
     def _replay(self, fold: Fold) -> Replay:
         """The replay of the layers that a fold leaves out."""
@@ -533,7 +545,12 @@ class _Trial:
         """Memory of the tasks of each stage: the maximum over micro-batches."""
         noted = self.noting.noted
         return {
-            stage: TaskBytes(kept=noted["kept", stage], forward_peak=noted["F", stage], backward_peak=noted["B", stage])
+            stage: TaskBytes(
+                kept=noted["kept", stage],
+                forward_peak=noted["F", stage],
+                backward_peak=noted["B", stage],
+                hosted=noted["hosted", stage],
+            )
             for stage in {stage for _, stage in noted}
         }
 
@@ -566,6 +583,8 @@ class _Noting(tuple[Any, ...]):
     called: list[CollectiveCall]
     begin: Callable[[], None]
     in_flight: list[Tensor]
+    hosted: int
+    """Bytes that the task has copied to the host."""
 
     def __iter__(self) -> Iterator[Any]:
         self.begin()
@@ -576,6 +595,7 @@ class _Noting(tuple[Any, ...]):
             if isinstance(instruction, Compute) and instruction.kind not in "FI":
                 self.in_flight.clear()  # a backward first waits for them
             self.called.clear()
+            self.hosted = 0
             self.live.begin_task()
             yield instruction
             if isinstance(instruction, Compute):
@@ -585,6 +605,7 @@ class _Noting(tuple[Any, ...]):
                 self._note((kind, instruction.stage), self.live.task_peak - before)
                 if kind == "F":
                     self._note(("kept", instruction.stage), self.live.now - before)
+                    self._note(("hosted", instruction.stage), self.hosted)
 
     def _note(self, key: tuple[str, int], size: int) -> None:
         self.noted[key] = max(self.noted[key], size)

@@ -82,7 +82,7 @@ def traffic(compilation: Compilation, rank: int, clock: RNGPosition | None = Non
             found[step.direction, "send", (rank, step.peer), size] += 1
     gathers = _gathers(compilation, rank, clock)
     for spec, size in zip(compilation.reduces, bucket_bytes(compilation), strict=True):
-        if rank in spec.ranks:
+        if rank in spec.ranks and len(spec.ranks) > 1:
             op = "reduce_scatter" if spec.bounds else "all_reduce"
             found["gradients", op, spec.ranks, size] += len(compilation.rows) if spec.each else 1
             gathers[spec.index] += spec in compilation.gathers

@@ -22,12 +22,14 @@ __all__ = ["RankLocation", "first_of_types", "places_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankLocation:
-    """Location of a rank: its device type, its node, and the memory of the device in bytes."""
+    """Location of a rank: its device type, its node, and the memory of the device and of the node itself in bytes (0:
+    unknown)."""
 
     rank: int
     device_type: str
     node: str
     memory_bytes: int
+    host_bytes: int = 0
 
 
 def places_of(world: World, cluster: Cluster | None) -> tuple[RankLocation, ...]:
@@ -47,11 +49,12 @@ def places_of(world: World, cluster: Cluster | None) -> tuple[RankLocation, ...]
             for d in cluster.devices
         )
     board = Board(world, "profile")
-    board.put(f"place/{world.rank}", [_device_name(world.device), socket.gethostname(), _memory_bytes(world.device)])
+    own = [_device_name(world.device), socket.gethostname(), _memory_bytes(world.device), _memory_bytes()]
+    board.put(f"place/{world.rank}", own)
     found = [board.get(f"place/{rank}") for rank in range(world.size)]
     return tuple(
-        RankLocation(rank=rank, device_type=name, node=node, memory_bytes=memory)
-        for rank, (name, node, memory) in enumerate(found)
+        RankLocation(rank=rank, device_type=name, node=node, memory_bytes=memory, host_bytes=host)
+        for rank, (name, node, memory, host) in enumerate(found)
     )
 
 
@@ -63,8 +66,9 @@ def _device_name(device: torch.device) -> str:
     return "-".join(name.replace("NVIDIA ", "").replace("GeForce ", "").split())
 
 
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
+def _memory_bytes(device: torch.device | None = None) -> int:
+    """Bytes of a device; of the host without one."""
+    if device is not None and device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

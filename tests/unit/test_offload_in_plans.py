@@ -1,0 +1,89 @@
+"""State and activations on hosts in plans: what devices and hosts hold, how long a step takes, when it is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import whale
+from tests.small_models import decoder, tokens
+from whale import replicate, split, stage
+from whale.compile.compile import Options, compile_model
+from whale.ir.cluster import Cluster, DeviceType, HostMemory, Link
+from whale.ir.profile import ModelProfile
+from whale.ir.state import StateSharding
+from whale.ir.strategy import Offload, Recompute
+from whale.planner.search import StageChoice, evaluate
+from whale.predict.costs import Costs
+from whale.predict.peak_memory import brief_peak_memory
+from whale.predict.prediction import predict
+from whale.strategies.profile import profile_model
+
+CARD = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=2**33, memory_bandwidth=1e9)
+SIZES = {"layers": 12, "heads": 4, "width": 256}
+"""Sizes of a model of ten buckets."""
+
+
+def machines(ranks: int, card: DeviceType = CARD, **host: Any) -> Cluster:
+    made = Cluster.homogeneous(ranks, card, intra=Link(bandwidth=1e9, latency=1e-6))
+    return replace(made, nodes=tuple(replace(node, host_memory=HostMemory(**host)) for node in made.nodes))
+
+
+@pytest.fixture(scope="module")
+def wide() -> ModelProfile:
+    return profile_model(decoder(**SIZES).float().to("meta"), tokens(16, 16), tensor_degrees=(1, 2), rules=True)
+
+
+def staged(profile: ModelProfile, kind: str, rows: int, **way: Any) -> tuple[Any, list[StageChoice]]:
+    """Annotations, and the stages of the cost model, of a layout on one to four ranks."""
+    num, half = len(profile.layers), len(profile.layers) // 2
+
+    def one(first: int, last: int, *ranks: int, data: int = 2, tensor: int = 1) -> StageChoice:
+        return StageChoice(
+            first=first, last=last, ranks=ranks, data=data, tensor=tensor, rows=(rows // data,) * data, **way
+        )
+
+    if kind == "alone":
+        return {"": stage()}, [one(0, num, 0, data=1)]
+    if kind == "dp":
+        return {"": replicate()}, [one(0, num, 0, 1)]
+    if kind == "dp x tp":
+        return {"": [replicate(2), split()]}, [one(0, num, 0, 1, 2, 3, tensor=2)]
+    stages = [one(0, half, 0, data=1), one(half, num, 1, data=1)]
+    return {profile.paths[place]: stage() for place in (0, half)}, stages
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "offload", "micro_batches", "rule"),
+    [
+        ("alone", 3, "both", 4, "full"),
+        ("dp", 1, "state", 1, "none"),
+        ("dp", 2, "state", 4, "none"),
+        ("dp x tp", 3, "state", 2, "none"),
+        ("pp", 0, "activations", 4, "none"),
+    ],
+    ids=str,
+)
+def test_the_cost_model_agrees_with_compiled_plans(
+    wide: ModelProfile, kind: str, level: int, offload: Offload, micro_batches: int, rule: Recompute
+) -> None:
+    state = StateSharding(level) if level else None
+    annotations, stages = staged(wide, kind, 16 // micro_batches, recompute=rule, state=state, offload=offload)
+    ranks = sum(len(one.ranks) for one in stages)
+    model = decoder(**SIZES).float()
+    whale.annotate(model, annotations)
+    options = Options(micro_batches=micro_batches, state=state, recompute=rule, offload=offload)
+    cluster = machines(ranks)
+    compilation = compile_model(model.to("meta"), tokens(16, 16), cluster, options, device="cpu", training=True)
+    costs = Costs(profile=wide, cluster=cluster, precision="fp32", micro_batches=micro_batches)
+    real = predict(compilation, costs, schedule="1f1b", memory_of=brief_peak_memory).prediction
+    said = evaluate(wide, cluster, stages, micro_batches=micro_batches).prediction
+    assert said.step_seconds == pytest.approx(real.step_seconds, rel=0.01)
+    held = {device.rank: device.total for device in real.memory}
+    for device in said.memory:
+        assert 0.96 <= device.total / held[device.rank] <= 1.4  # buckets are large beside such layers
+    ((told,), (counted,)) = said.hosts, real.hosts
+    assert told.state == pytest.approx(counted.state, rel=1e-3)
+    assert counted.activations <= told.activations <= 1.05 * counted.activations
