@@ -257,7 +257,8 @@ class LayerCosts:
             given, precision = self.profile.kinds[kind], self.precision
             how: dict[str, Any] = {"tensor_degree": degrees[0], "precision": precision}
             if self.runs:
-                one_by_one = costs_of(self.optimizer).one_by_one if type_.is_processor else 0
+                costs = costs_of(self.optimizer)
+                one_by_one = costs.one_by_one if type_.is_processor or costs.steps_one_by_one else 0
                 how |= {"expert_degree": degrees[1], "recompute": self._recompute(kind)}
                 both = run_kept_bytes(given, **how), run_working_bytes(given, **how, one_by_one=one_by_one)
                 found = run_hosted(given, *both, **how) if hosted else (*both, Affine(0.0, 0.0))
@@ -341,10 +342,16 @@ class LayerCosts:
             )
         return state_bytes(parameters, precision=self.precision, zero=zero, shards=shards)
 
-    @property
+    @cached_property
     def states(self) -> float:
-        """States of the optimizer, in tensors of the size of the parameters."""
-        return costs_of(self.optimizer).states
+        """States of the optimizer, in tensors of the size of the parameters; of one that factors them as many as the
+        whole model has, and one where the profile does not say it."""
+        costs = costs_of(self.optimizer)
+        if not costs.factored:
+            return costs.states
+        variants = [variant for kind in self.profile.chain() for variant in kind.variants[:1]]
+        factored, whole = sum(one.factored for one in variants), sum(one.parameters for one in variants)
+        return factored / whole if factored and whole else 1.0
 
     @property
     def gradient_bytes(self) -> int:

@@ -406,9 +406,8 @@ def run_hosted(
     precision: Precision,
     recompute: Recompute,
 ) -> tuple[Affine, Largest, Affine]:
-    """What a layer keeps on the device, works with there, and keeps on the host, of what it would *keep* and *work*
-    with: what depends on rows is on the host. Backwards have the tensor that is read, and some ahead of it.
-    """
+    """Bytes that a layer keeps on the device, works with there, and keeps on the host, of those that it keeps and works
+    with otherwise: what depends on rows is there. Backwards have the tensor that is read, and some ahead of it."""
     moved = Affine(0.0, kept.per_row)
     ahead = Affine(0.0, FETCHED * kept.per_row)
     if recompute != "full" and kind.variants:

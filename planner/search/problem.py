@@ -276,7 +276,11 @@ class SearchSettings:
                 raise UsageError(f"{name} is {value}, but must be at least 1")
         if self.micro_batches is not None:
             rows_of_micro_batch(batch, self.micro_batches)
-        costs_of(self.optimizer)
+        if costs_of(self.optimizer).factored and self.state_align == "row" and (self.zero or self.offload != "none"):
+            raise UsageError(
+                f"{self.optimizer} computes with whole matrices, so that ranks own whole parameters: use state_align "
+                "'parameter'"
+            )
         if self.recompute not in ("auto", *RECOMPUTES):
             raise UsageError(f"recompute is {self.recompute!r}; use one of auto, {', '.join(RECOMPUTES)}")
         if self.zero not in ("auto", *LEVELS):

@@ -25,7 +25,7 @@ from whale.planner.search.problem import SearchSettings
 from whale.planner.search.space import pools_of, with_more
 from whale.planner.search.table import CostTable
 
-__all__ = ["QUICK_LOOK_SECONDS", "Look", "remedies", "shortage"]
+__all__ = ["QUICK_LOOK_SECONDS", "Look", "hosts_hold", "remedies", "shortage"]
 
 _T = TypeVar("_T")
 
@@ -88,7 +88,7 @@ def remedies(
     until = time.monotonic() + min(REMEDIES_SECONDS, max(QUICK_LOOK_SECONDS, seconds))
 
     def fits(prices: CostModel, batch: int) -> bool:
-        return time.monotonic() < until and _hosts_hold(prices) and look(prices, batch, settings) is not None
+        return time.monotonic() < until and hosts_hold(prices) and look(prices, batch, settings) is not None
 
     for pool in pools_of(prices.cluster):
 
@@ -134,7 +134,7 @@ def remedies(
         yield smaller is not None, f"a batch of {smaller or batches[-1]}"
 
 
-def _hosts_hold(prices: CostModel) -> bool:
+def hosts_hold(prices: CostModel) -> bool:
     """Whether all hosts together have room for the state that is on them."""
     if not prices.stack.state_on_host:
         return True

@@ -73,7 +73,7 @@ from whale.planner.search.partial_plans import (
 from whale.planner.search.partition import DeviceCountProgram, GroupedStages
 from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, Point, Progress, SearchSettings
 from whale.planner.search.refine import disturbed, refined
-from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
+from whale.planner.search.remedies import QUICK_LOOK_SECONDS, hosts_hold, remedies, shortage
 from whale.planner.search.replica_table import HELD
 from whale.planner.search.space import Chain, Mesh, pools_of
 from whale.planner.search.table import CostTable
@@ -203,6 +203,7 @@ def search(
             return None
 
     last = under(prices.under(*settings.way))
+    overfull: list[_Search] = []  # whose state no hosts hold
     if (first := run(last)) is not None:
         return _aligned(first, settings)
     found = []
@@ -215,12 +216,19 @@ def search(
                 prices = replace(prices, profile=with_rules(), memo=Memo())
             if rule in prices.profile.rules and not last.stopped():
                 last = under(prices.under(*way))
-                if (one := run(last)) is not None:
+                if not hosts_hold(last.meshes.prices):
+                    overfull.append(last)
+                elif (one := run(last)) is not None:
                     found.append(one)
         if found:
             break
     if not found and ended:
         raise ended[0]
+    for other in overfull if not found else ():  # the first that fits on devices says what hosts would need
+        run(other)
+        if other.best:
+            last = other
+            break
     if not found:
         weighed, given = last.meshes.prices, settings.recompute
         if given != "auto" and given != "full" and with_rules is not None and profile.rules != RECOMPUTES:
@@ -301,7 +309,9 @@ def _least(prices: CostModel, candidate: Candidate, batch: int, settings: Search
             stages = [replace(own, recompute=rule) for own, rule in zip(stages, rules, strict=True)]
         if levels is not None:
             stages = [
-                replace(own, state=StateSharding(max(level, own.state_on_host)) if level or own.state_on_host else None)
+                replace(
+                    own, state=StateSharding(max(level, int(own.state_on_host))) if level or own.state_on_host else None
+                )
                 for own, level in zip(stages, levels, strict=True)
             ]
         count, schedule = candidate.micro_batches, candidate.schedule

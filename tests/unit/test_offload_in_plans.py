@@ -10,7 +10,9 @@ import pytest
 import whale
 from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
-from whale.compile.compile import Options, compile_model
+from whale.cli.model_loader import load_model
+from whale.compile.compile import Options, compile_model, compile_traced
+from whale.compile.trace import trace
 from whale.ir.cluster import Cluster, DeviceType, HostMemory, Link
 from whale.ir.profile import ModelProfile
 from whale.ir.state import StateSharding
@@ -87,3 +89,24 @@ def test_the_cost_model_agrees_with_compiled_plans(
     ((told,), (counted,)) = said.hosts, real.hosts
     assert told.state == pytest.approx(counted.state, rel=1e-3)
     assert counted.activations <= told.activations <= 1.05 * counted.activations
+
+
+EXPERTS = {"hidden": 32, "heads": 2, "kv_heads": 2, "seq": 8, "vocab": 64, "mlp": "gelu", "layers": 4, "experts": 8}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_of_a_rank_stream_through_its_device(device: Any) -> None:
+    loaded = load_model("examples/models/moe.py:moe", {**EXPERTS, "ffn": 2**15, "top_k": 1}, batch_size=8, device="meta")
+    whale.annotate(loaded.model, {"": replicate(), "layers.*.feed_forward": split()})
+    traced = trace(loaded.model, loaded.batch, device="cpu", training=True, loss_fn=None, promote=False, precision=None)
+
+    def held(**way: Any) -> tuple[Any, Any]:
+        compilation = compile_traced(traced, machines(4), Options(micro_batches=2, **way), device=device)
+        found = brief_peak_memory(compilation, 0, schedule="1f1b", optimizer="none", device=device)
+        return found, found.tasks[0]
+
+    (_, plain), (divided, task) = held(), held(state=StateSharding(3), offload="state")
+    whole = divided.host_state / 2  # parameters, of which each of four layers has two large ones
+    assert task.kept == pytest.approx(plain.kept, rel=0.15)
+    assert task.forward_peak < plain.forward_peak + 0.5 * whole
+    assert task.backward_peak < plain.backward_peak + 0.7 * whole

@@ -32,7 +32,7 @@ from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.state import Align, StateSharding
 from whale.ir.strategy import RECOMPUTES, Offload, Recompute
-from whale.planner.cost.optimizers import OPTIMIZERS
+from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
     from whale.commands.plan_writer import Choice
@@ -125,6 +125,10 @@ def plan(
         )
         _show(choice.plan, choice.prediction, choice.candidate.workload, cluster, output, as_json)
         return
+    if costs_of(optimizer).factored and (zero or offload in ("state", "both")):
+        if state_align == "row":
+            raise UsageError(f"--state-align row: {optimizer} computes with whole matrices; use parameter")
+        state_align = "parameter"
     state = sharding_of(zero, state_shares, state_align, offload)
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
 

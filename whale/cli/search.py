@@ -45,7 +45,7 @@ from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.state import Align
 from whale.ir.strategy import RECOMPUTES, Offload, Recompute
-from whale.planner.cost.optimizers import OPTIMIZERS
+from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
     from whale.commands.candidates import CandidateCompiler
@@ -164,7 +164,7 @@ def search(
         optimizer=optimizer,
         recompute=recompute,
         zero=zero,
-        state_align=state_align or "row",
+        state_align=state_align or ("parameter" if costs_of(optimizer).factored else "row"),
         offload=offload,
         thorough=thorough,
         seed=seed,

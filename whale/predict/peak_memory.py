@@ -10,10 +10,11 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program, project_rank
 from whale.ir.schedule import Order, peak_in_flight
 from whale.planner.cost.memory import MESSAGES
-from whale.planner.cost.optimizers import Optimizer, costs_of, temporary_bytes
+from whale.planner.cost.optimizers import Optimizer, costs_of, state_elements, temporary_bytes
 from whale.planner.schedules.orders import schedule_order
 from whale.predict.fingerprint import Fingerprint, fingerprint, sketch
 from whale.predict.replay import Event, Log, Replay, marked
@@ -195,15 +196,19 @@ def _without_data(device: Device) -> AbstractContextManager[Any]:
     return nullcontext() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True)
 
 
+_Shape = tuple[tuple[int, ...], int]
+"""The shape of a parameter, and bytes of its elements."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """Result of a dry run: bytes by category at the peak and after the last backward, those of each trained parameter
-    on the device and on the host, and the memory and calls of the tasks of each stage."""
+    """Result of a dry run: bytes by category at the peak and after the last backward, shapes and bytes of an element of
+    each trained parameter on the device and on the host, and the memory and calls of the tasks of each stage."""
 
     at_peak: Counter[str]
     after: Counter[str]
-    sizes: tuple[int, ...]
-    on_host: tuple[int, ...]
+    trained: tuple[_Shape, ...]
+    on_host: tuple[_Shape, ...]
     tasks: Mapping[int, TaskBytes]
     calls: Mapping[int, TaskCalls]
 
@@ -246,24 +251,29 @@ def _held(
     most_in_flight: Mapping[int, int],
 ) -> PeakMemory:
     """Result of a dry run, with *more* bytes at its peak."""
-    costs = costs_of(optimizer)
-    state = costs.states * sum(found.sizes) + costs.counter_bytes * len(found.sizes)
     at_peak = found.at_peak + more
-    update = temporary_bytes(optimizer, found.sizes, processor=device == "cpu")
+    sizes = [prod(shape) * item for shape, item in found.trained]
+    update = temporary_bytes(optimizer, sizes, processor=device == "cpu")
     if found.after.total() + update > at_peak.total():
         at_peak = found.after + Counter(activations=update)
     return PeakMemory(
         rank=rank,
         parameters=at_peak["parameters"],
         gradients=at_peak["gradients"],
-        optimizer=state,
+        optimizer=_states(optimizer, found.trained),
         activations=at_peak["activations"] + _SMALL_BYTES,
         buffers=at_peak["buffers"] + at_peak["sums"],
         tasks=found.tasks,
         calls=found.calls,
-        host_state=(2 + costs.states) * sum(found.on_host) + costs.counter_bytes * len(found.on_host),
+        host_state=2 * sum(prod(shape) * item for shape, item in found.on_host) + _states(optimizer, found.on_host),
         host_activations=sum(most_in_flight[stage] * task.hosted for stage, task in found.tasks.items()),
     )
+
+
+def _states(optimizer: Optimizer, trained: Sequence[_Shape]) -> int:
+    """Bytes of an optimizer's states for parameters."""
+    own = sum(state_elements(optimizer, shape) * item for shape, item in trained)
+    return own + costs_of(optimizer).counter_bytes * len(trained)
 
 
 def _splits(program: Program) -> bool:
@@ -535,8 +545,8 @@ class _Trial:
         return _Found(
             at_peak=self.live.at_peak.copy(),
             after=self.live.by_purpose.copy(),
-            sizes=tuple(parameter.numel() * parameter.element_size() for parameter in trained),
-            on_host=tuple(parameter.numel() * parameter.element_size() for parameter in there),
+            trained=tuple((tuple(parameter.shape), parameter.element_size()) for parameter in trained),
+            on_host=tuple((tuple(parameter.shape), parameter.element_size()) for parameter in there),
             tasks=self.tasks(),
             calls=self.calls(),
         )
