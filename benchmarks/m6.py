@@ -82,7 +82,7 @@ def run(case: Case, time_limit: float) -> tuple[float, float, int, Mapping[str, 
 
 
 def row(case: Case, time_limit: float) -> tuple[str, ...]:
-    """What a case found."""
+    """The row of a case."""
     seconds, spent, most, found = run(case, time_limit)
     name = f"{case.name}, {8 * case.nodes} V100, {case.precision}, {case.optimizer}"
     met = "yes" if spent <= MOST_SECONDS and most <= MOST_BYTES else "no"

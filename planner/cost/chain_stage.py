@@ -47,7 +47,7 @@ class ChainStage:
     def level(self) -> int:
         """How much of the state is divided, as ``zero`` of ``parallelize`` says; on the host it is in stretches
         always."""
-        if self.state_on_host:
+        if self.offload != "none" and self.state_on_host:
             return max(1, self.state.level if self.state is not None else 1)
         return self.state.level if self.state is not None and len(self.data_group) > 1 else 0
 

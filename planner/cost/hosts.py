@@ -152,7 +152,7 @@ def with_copies(
 
 
 def host_text(cluster: Cluster) -> Iterable[str]:
-    """What is assumed of the hosts of a cluster, in sentences."""
+    """Sentences on what is assumed of the hosts of a cluster."""
     told = set()
     for node in cluster.nodes:
         host = host_of(cluster, node)

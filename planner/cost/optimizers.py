@@ -1,8 +1,8 @@
 """Optimizers: their states, temporary memory and memory traffic, as in PyTorch, for parameters of any dtype.
 
 Data, for what predicts memory and time. States have the number type of their parameter: there are no master weights.
-On processors torch steps through parameters one by one, on accelerators through lists of all of them (``foreach``), but
-for optimizers that have no such lists.
+On processors torch steps through parameters one by one, on accelerators through lists of all of them (``foreach``) if
+the optimizer has such lists.
 """
 
 from __future__ import annotations

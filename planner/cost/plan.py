@@ -513,6 +513,7 @@ class PlanCost:
     def memory(self) -> Iterator[DeviceMemory]:
         """Memory of the smallest device of each kind of replica."""
         prices, zero = self.prices, 0 if self.prices.runs else self.prices.stack.zero
+        any_on_host = any(stage.offload != "none" for stage in self.stages)
         renews = zero >= 2 and len(self.stages) > 1  # weights and gradients are whole, but made anew in each step
         for own in self._devices:
             stage = self.stages[own[0]]
@@ -551,7 +552,7 @@ class PlanCost:
                     workspace=working,
                     buffers=round(sharded) + wasted,
                     framework=round(prices.overhead_bytes[device.type.name]),
-                    **self._on_host(own, place, kind),
+                    **(self._on_host(own, place, kind) if any_on_host else {}),
                 )
 
     def _on_host(self, own: tuple[int, ...], place: int, kind: _Kind) -> dict[str, int]:

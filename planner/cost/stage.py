@@ -445,7 +445,7 @@ class CostModel(LayerCosts):
             update=sum(count * price.update for count, price in found),
             measured=all(price.measured for _, price in found),
             launched=sum(count * price.launched for count, price in found),
-            hosted=sum(count * price.hosted for count, price in found),
+            hosted=0.0 if self.stack.offload == "none" else sum(count * price.hosted for count, price in found),
         )
 
     def computation(self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1) -> tuple[float, float]:
