@@ -28,6 +28,7 @@ class Chip:
         cache_bytes: of the last-level cache.
         watts: power limit of the board.
         best_matmul: FLOP/s of the fastest 16-bit matrix product that anyone measured on it; 0: unknown.
+        host_bandwidth: nominal bytes per second of its link to the host, in one direction.
     """
 
     architecture: str
@@ -35,6 +36,7 @@ class Chip:
     cache_bytes: float
     watts: float
     best_matmul: float
+    host_bandwidth: float
 
 
 @cache
@@ -48,6 +50,7 @@ def chips() -> Mapping[str, Chip]:
                 cache_bytes=float(row["cache_mb"] or 0) * 1e6,
                 watts=float(row["watts"]),
                 best_matmul=float(row["best_matmul_tflops"] or 0) * 1e12,
+                host_bandwidth=float(row["host_GBps"]) * 1e9,
             )
             for row in read_table("gpus.csv")
         }

@@ -102,6 +102,11 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
                 found.append(Saving(what=f"zero {other} in stage {index}", bytes=round(freed)))
         if stage.recompute != "full" and fullest.activations:
             found.append(Saving(what=f"recompute 'full' in stage {index}", bytes=fullest.activations))
+        hosted = {"state", "activations"} if stage.offload == "both" else {stage.offload}
+        own = fullest.optimizer + fullest.gradients + (fullest.parameters if level == 3 else 0)
+        for word, size in (("state", own), ("activations", fullest.activations)):
+            if word not in hosted and size and not fullest.device.startswith("cpu"):  # its memory is that of the host
+                found.append(Saving(what=f"offload '{word}' in stage {index}", bytes=size))
     return tuple(sorted(found, key=lambda saving: -saving.bytes))
 
 

@@ -260,11 +260,18 @@ class FusedCall(nn.Module):
     @property
     def is_opaque(self) -> bool:
         """Whether operators in its place do not show what it keeps."""
-        return self.target is not aten.dropout.default
+        return self.target not in (aten.dropout.default, product_of_groups)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
+        if self.target is product_of_groups:  # parameters must not be hidden from what gathers them
+            return product_of_groups(*args[:-1], _of_first_matrix)
         return FUSED[self.target](_Nobody(), *args, **kwargs)
+
+
+def _of_first_matrix(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """A product that reads, keeps and makes what a grouped one does."""
+    return x @ matrices[0]
 
 
 class _Accelerated:

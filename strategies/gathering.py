@@ -2,8 +2,9 @@
 
 Where they are gathered once a step a graph waits for them; else it starts to gather each bucket before it waits for the
 one ahead, and has views of a buffer that is freed after their last reader. Ranks start the gathers of a graph in the
-order of the buckets, whatever their operators read first. A forward keeps no view or cast of such a parameter: the
-backward gathers it again. It knows graphs and the buckets of their parameters; nothing of stages.
+order of the buckets, whatever their operators read first; buckets of a rank alone come as they are read. A forward
+keeps no view or cast of such a parameter: the backward gathers it again. It knows graphs and the buckets of their
+parameters; nothing of stages.
 """
 
 from __future__ import annotations
@@ -154,7 +155,9 @@ class _Writing:
 
     def __init__(self, gathering: _Gathering, order: Sequence[int]) -> None:
         self.gathering, self.graph = gathering, fx.Graph()
-        self.order = [index for index in order if gathering.units[index].spec.gathers == "task"]
+        units = gathering.units
+        self.order = [n for n in order if units[n].spec.gathers == "task" and len(units[n].spec.ranks) > 1]
+        self.alone: list[int] = []
         self.env: dict[fx.Node, fx.Node] = {}
         self.read: dict[fx.Node, _Read] = {}
         self.held: dict[int, fx.Node] = {}
@@ -169,6 +172,10 @@ class _Writing:
 
     def write(self, graph: fx.Graph, results: Sequence[fx.Node] | None = None) -> None:
         """Write all nodes of a graph but its placeholders."""
+        inputs_of = (self.read[used] for node in graph.nodes for used in node.all_input_nodes if used in self.read)
+        first = dict.fromkeys(self.gathering.places[read.name][0] for read in inputs_of)
+        specs = {index: self.gathering.units[index].spec for index in first}
+        self.alone = [n for n, spec in specs.items() if spec.gathers == "task" and len(spec.ranks) == 1]
         for node in graph.nodes:
             if node.op == "output":
                 found = node.args[0] if results is None else tuple(results)
@@ -218,10 +225,11 @@ class _Writing:
         return self.parameters[name]
 
     def _gather(self, index: int) -> fx.Node:
-        if index not in self.order:
+        if self.gathering.units[index].spec.gathers != "task":
             return self.graph.call_method("kept_parameters", (self.held[index],))
-        place = self.order.index(index)
-        for other in self.order[: place + 2]:  # the next one arrives while this one is read
+        order = self.order if index in self.order else self.alone
+        place = order.index(index)
+        for other in order[: place + 2]:  # the next one arrives while this one is read
             if other not in self.arriving:
                 self.arriving[other] = self.graph.call_method("start", (self.held[other],))
         return self.graph.call_method("arrived", (self.held[index], self.arriving[index]))

@@ -24,7 +24,7 @@ from whale.graph.partition import is_random
 from whale.graph.values import Value, needs_grad, output_shapes, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.state import StateSharding
-from whale.ir.strategy import Recompute
+from whale.ir.strategy import Offload, Recompute
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.attention import CausalRows, has_kernel
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
@@ -58,8 +58,9 @@ class PlacedStage:
     (:mod:`whale.strategies.folding`). ``summed`` are sums over rows that ranks exchange before a step
     (:mod:`whale.strategies.row_sums`). ``recompute`` says what its backward computes again
     (:mod:`whale.strategies.recompute`), ``state`` how its ranks divide the state of what they sum; None: all have all.
-    ``origin`` identifies the search that found the placements: stages with the
-    same one differ only in their index, their ranks, their state, what is omitted and what is computed again.
+    ``offload`` says what is in the host's memory. ``origin`` identifies the search that found the placements: stages
+    with the same one differ only in their index, their ranks, their state, where it is, what is omitted and what is
+    computed again.
     """
 
     index: int
@@ -78,12 +79,18 @@ class PlacedStage:
     summed: tuple[Value, ...] = ()
     recompute: Recompute = "none"
     state: StateSharding | None = None
+    offload: Offload = "none"
     origin: object = field(default_factory=object, compare=False)
 
     @property
     def state_on_host(self) -> bool:
         """Whether its ranks keep what they own in the host's memory."""
-        return self.state is not None and self.state.on_host
+        return self.offload in ("state", "both")
+
+    @property
+    def activations_on_host(self) -> bool:
+        """Whether its forwards keep there what its backwards read."""
+        return self.offload in ("activations", "both")
 
 
 def lower(

@@ -462,7 +462,8 @@ class _KindCosts:
             expert_operators(stage.nodes),
             {rule: one.sources for rule, one in again[0].items()} if again else {},
         )
-        sizes, of_experts, frozen = _parameters(first, stage, in_parts=bool(experts))
+        shapes, of_experts, frozen = _parameters(first, stage, in_parts=bool(experts))
+        sizes = tuple(map(prod, shapes))
         group: Literal["tensor", "expert"] = "expert" if experts else "tensor"
         saved = self._saved([t.kept for t in traces], regions, sent=sent)
         received_share, sent_share = (1.0, 1.0) if experts else first.held_shares(self.kind, degree)
@@ -479,6 +480,7 @@ class _KindCosts:
             expert_parameters=of_experts,
             buffers=frozen,
             largest=max(sizes, default=0),
+            factored=sum(_factored(shape) for shape in shapes),
             sizes=sizes,
             rules=self._under_rules(again, sent=sent),
             received_share=received_share,
@@ -679,19 +681,28 @@ def _exchanged(call: CollectiveCall) -> int:
     return sum(prod(shape) for shape in call.shapes)
 
 
-def _parameters(model: LayeredModel, stage: PlacedStage, *, in_parts: bool) -> tuple[tuple[int, ...], int, int]:
-    """Elements on one device: of each trainable parameter, those of experts among them (or all sharded ones), and
-    elements that are not trained."""
+def _factored(shape: tuple[int, ...]) -> int:
+    """Elements of the sums of rows and of columns of matrices, or of a parameter that is none."""
+    size = prod(shape)
+    return size // max(1, shape[-1]) + size // max(1, shape[-2]) if len(shape) > 1 else size
+
+
+def _parameters(
+    model: LayeredModel, stage: PlacedStage, *, in_parts: bool
+) -> tuple[tuple[tuple[int, ...], ...], int, int]:
+    """The shape of each trainable parameter on one device, elements of those of experts among them (or of all sharded
+    ones), and elements that are not trained."""
     captured = model.captured
     at = (0, *stage.mesh.coordinates(0))
-    sizes, of_experts = [], 0
+    shapes, of_experts = [], 0
     frozen: dict[Value, int] = {}
     matrices = expert_matrices(stage.nodes)
     for value, placements in stage.stored.items():
         if value[0].name in captured.parameters:
-            count = prod(stage.layout.local_shape(value, placements, at))
+            shape = tuple(stage.layout.local_shape(value, placements, at))
+            count = prod(shape)
             if needs_grad(value):
-                sizes.append(count)
+                shapes.append(shape)
                 is_part = any(placement.kind == "S" for placement in placements[1:])
                 of_experts += count if (is_part if in_parts else value in matrices) else 0
             else:
@@ -700,4 +711,4 @@ def _parameters(model: LayeredModel, stage: PlacedStage, *, in_parts: bool) -> t
         for value in operands(node):
             if value[0].name in captured.buffers:
                 frozen[value] = value_tensor(value).numel()
-    return tuple(sizes), of_experts, sum(frozen.values())
+    return tuple(shapes), of_experts, sum(frozen.values())

@@ -34,6 +34,7 @@ from whale.ir.strategy import (
     check_nesting,
     decode_scopes,
     encode_scopes,
+    offload_of,
     state_of,
 )
 
@@ -107,16 +108,19 @@ def replicate(
     zero: int | None = None,
     state_shares: Sequence[float] | None = None,
     state_align: Align | None = None,
+    offload: str | Sequence[str] | None = None,
 ) -> Annotation:
     """Data parallelism: *n* replicas of the region, each with a share of the batch; None takes the remaining devices.
 
-    *zero*, *state_shares* and *state_align* say how replicas divide the state of the stage that the region is in, as
-    those of ``parallelize`` do for stages that do not say it. Shares are of each replica, or of each rank of the stage.
+    *zero*, *state_shares* and *state_align* say how replicas divide the state of the stage that the region is in,
+    *offload* what is in the host's memory, as those of ``parallelize`` do for stages that do not say it. Shares are of
+    each replica, or of each rank of the stage.
 
     >>> print(replicate(2), replicate(2, zero=3, state_shares=[3, 1]))
     replicate(2) replicate(2, zero=3, state_shares=[3, 1])
     """
-    return Annotation(strategy=Strategy(kind="replicate", degree=n, state=state_of(zero, state_shares, state_align)))
+    state, hosted = state_of(zero, state_shares, state_align), offload_of(offload)
+    return Annotation(strategy=Strategy(kind="replicate", degree=n, state=state, offload=hosted))
 
 
 @known_arguments(AnnotationError)
@@ -154,18 +158,20 @@ def stage(
     zero: int | None = None,
     state_shares: Sequence[float] | None = None,
     state_align: Align | None = None,
+    offload: str | Sequence[str] | None = None,
 ) -> Annotation:
     """Pipeline parallelism: the region is one stage on *n* devices of its own; None takes as many as its regions need,
     or 1.
 
     *recompute* says what the stage's backward computes again, *zero*, *state_shares* and *state_align* how its replicas
-    divide their state, as those of ``parallelize`` do for stages that do not say it.
+    divide their state, *offload* what is in the host's memory, as those of ``parallelize`` do for stages that do not
+    say it.
 
-    >>> print(stage(), stage(2, recompute="full"), stage(zero=1))
-    stage() stage(2, recompute='full') stage(zero=1)
+    >>> print(stage(), stage(2, recompute="full"), stage(zero=1, offload=["state", "activations"]))
+    stage() stage(2, recompute='full') stage(zero=1, offload='both')
     """
-    state = state_of(zero, state_shares, state_align)
-    return Annotation(strategy=Strategy(kind="stage", degree=n, recompute=recompute, state=state))
+    state, hosted = state_of(zero, state_shares, state_align), offload_of(offload)
+    return Annotation(strategy=Strategy(kind="stage", degree=n, recompute=recompute, state=state, offload=hosted))
 
 
 @known_arguments(AnnotationError)

@@ -31,7 +31,7 @@ from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import GradientDtype, Plan
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import RECOMPUTES, Recompute
+from whale.ir.strategy import RECOMPUTES, Offload, Recompute, offload_of
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
@@ -134,12 +134,16 @@ def parallelize(
             rows, where equal shares do not fit. By default all own as much.
         state_align: ``row``: ranks own rows of parameters; ``parameter``: whole parameters, as optimizers need that
             compute with matrices, such as Muon.
-        offload: ``state``, ``activations`` or a list of both: what is in the host's memory. ``activations``: what
+        offload: ``state``, ``activations`` or a list of both, ``both``, ``none``: what is in the host's memory, in
+            stages of which neither the plan nor an annotation (``whale.stage(offload=...)`` or
+            ``whale.replicate(offload=...)``) says it. ``activations``: what
             forwards keep for backwards, copied there and back beside the computation. ``state``: what a rank owns of
             trained parameters, their gradients and optimizer states; the optimizer computes there. Devices have
             parameters while steps run: all of them with ``zero=1`` and 2, which are copied there once a step, or with
             ``zero=3`` those of a task and the next ones. Ranks own what they sum no gradient of with others alone.
-            Without zero it is 1. The model may be on the CPU then, whatever the device is.
+            Without zero it is 1. The model may be on the CPU then, whatever the device is. ``auto``: in each stage the
+            least with which its devices hold it, after zero and recompute; ``plan="auto"`` then may use it where
+            nothing fits without.
         compile: compile the operators between collectives with Inductor, as ``torch.compile`` does; equal layers once.
             It takes up to minutes before the first step, and again for batches of another signature (not for lengths
             for which steps are made of others). Results then equal the local model's up to rounding.
@@ -175,8 +179,8 @@ def parallelize(
         if why := name_of_unsupported(device):
             raise UsageError(f"device={device!r}: {why}; it can be 'cpu' or 'cuda'")
         check_choice("device", device, ("cpu", "cuda"))
-    offloads = _offloads(offload)
-    on_host, automatic = "state" in offloads, plan == "auto"
+    hosted = _offload(offload)
+    automatic = plan == "auto"
     if automatic and state_shares not in (None, "auto"):
         raise UsageError('state_shares: plan="auto" chooses how much each device owns; leave them out')
     if isinstance(plan, (str, PathLike)):
@@ -192,6 +196,7 @@ def parallelize(
             zero=None if zero == "auto" else zero,
             state_shares=state_shares,
             state_align=state_align,
+            offload=hosted,
         )
     options = Options(
         micro_batches=micro_batches if micro_batches is not None else plan.micro_batches if plan else 1,
@@ -204,9 +209,8 @@ def parallelize(
         gradient_dtype=gradient_dtype or (plan.gradient_dtype if plan else None),
         recompute="none" if recompute is None or recompute == "auto" else recompute,
         local_rows=batch != "global",
-        state=None if automatic else _state(zero, state_shares, state_align, on_host),
-        state_on_host=on_host,
-        offload_activations="activations" in offloads,
+        state=None if automatic else _state(zero, state_shares, state_align, hosted),
+        offload="none" if hosted is None or hosted == "auto" else hosted,
     )
     launch = describe(device)
     options = replace(options, precision=_precision(precision or (plan.precision if plan else None), launch.device))
@@ -245,10 +249,10 @@ def parallelize(
             "values that torch's seed gives: call torch.manual_seed with one seed on every rank"
         )
     check_hooks(model)
-    if "state" not in offloads or any(x.device.type != "cpu" for x in model.parameters()):
+    if not _may_be_on_host(model, plan, hosted) or any(x.device.type != "cpu" for x in model.parameters()):
         _check_devices(model, launch.device)
     template = _meta_copy(model)
-    choosing = automatic or "auto" in (recompute, zero, state_shares)
+    choosing = automatic or "auto" in (recompute, zero, state_shares, hosted)
     if world is None and launch.size > 1 and (choosing or described.names_hosts or seats is not None):
         world = initialize(timeout_seconds, device_type=device, seating=seats)
     if world is not None:
@@ -268,6 +272,7 @@ def parallelize(
             recompute=recompute or "auto",
             zero="auto" if zero is None else zero,  # type: ignore[arg-type]  # one of these
             state_align=state_align or "row",
+            offload=hosted or "none",
             loss_fn=loss_fn,
         )
         options = replace(options, plan=plan, micro_batches=plan.micro_batches, schedule=plan.schedule)
@@ -285,6 +290,7 @@ def parallelize(
         precision=options.precision,
     )
     least = {"recompute": recompute == "auto", "zero": zero == "auto", "shares": state_shares == "auto"}
+    least |= {"offload": hosted == "auto"}
     if any(least.values()) and (plan is None or not automatic):
         world = world or initialize(timeout_seconds, device_type=device)
         options = with_least_memory(
@@ -331,25 +337,37 @@ def _state(
     zero: int | Literal["auto"] | None,
     shares: Sequence[float] | Literal["auto"] | None,
     align: Align | None,
-    on_host: bool,
+    hosted: Offload | Literal["auto"] | None,
 ) -> StateSharding | None:
     """How the state of parameters is divided; where the level or the shares are chosen later, with any."""
     if shares is not None and shares != "auto":
         check_type("state_shares", shares, (list, tuple), "a list of numbers, or 'auto'")
-    if not zero and not on_host and (shares or align):
+    if not zero and hosted in (None, "none", "activations") and (shares or align):
         raise UsageError("state_shares and state_align say how zero= divides the state: give zero=1, 2 or 3")
-    level = 1 if zero == "auto" or (on_host and not zero) else zero
+    level = 1 if zero == "auto" or (hosted in ("state", "both") and not zero) else zero
     own = tuple(shares or ()) if shares != "auto" else ()
     return None if level is None else StateSharding(level, own, align or "row")
 
 
-def _offloads(offload: str | Sequence[str] | None) -> frozenset[str]:
-    """The words of what is kept on the host."""
-    given = () if offload is None else (offload,) if isinstance(offload, str) else offload
-    check_type("offload", given, (list, tuple, set, frozenset), "'state', 'activations', or a list of them")
-    for each in given:
-        check_choice("offload", each, ("state", "activations"))
-    return frozenset(given)
+def _offload(offload: str | Sequence[str] | None) -> Offload | Literal["auto"] | None:
+    """The word for what is on the host; None where it is not said."""
+    if offload == "auto":
+        return "auto"
+    check_type(
+        "offload", offload, (str, list, tuple, set, frozenset, type(None)), "'state', 'activations', or a list of them"
+    )
+    try:
+        return offload_of(offload)
+    except AnnotationError as error:
+        raise UsageError(str(error)) from None
+
+
+def _may_be_on_host(model: nn.Module, plan: Plan | str | PathLike[str] | None, hosted: str | None) -> bool:
+    """Whether parameters may be on the host, whatever the device is."""
+    told: set[str | None] = {hosted}
+    told |= {stage.offload for stage in plan.stages} if isinstance(plan, Plan) else set()
+    told |= {scope.strategy.offload for path in module_scopes(model).values() for scope in path}
+    return bool(told & {"state", "both", "auto"})
 
 
 def _check_precision(precision: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from whale.errors import PlanMismatchError, UsageError
-from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.cluster import Cluster, DeviceType, HostMemory, Link
 from whale.ir.device_names import matching_types
 from whale.planner.catalog import device_types
 from whale.profiling.places import RankLocation, places_of
@@ -128,10 +128,11 @@ def cluster_of(places: Sequence[RankLocation]) -> Cluster:
     inter = BETWEEN_CPU_NODES if processors else BETWEEN_GPU_NODES
     cluster = Cluster.of([(place.node, types[place.device_type]) for place in places], inter=inter)
     first = [cluster.devices[node.ranks[0]].type for node in cluster.nodes]
-    nodes = [
-        replace(node, intra=type_.intra_node or GLOO_WITHIN_NODE)
-        for node, type_ in zip(cluster.nodes, first, strict=True)
-    ]
+    nodes = []
+    for node, type_ in zip(cluster.nodes, first, strict=True):
+        host = min(places[rank].host_bytes for rank in node.ranks)
+        told = HostMemory(size_bytes=host) if host and not type_.is_processor else HostMemory()
+        nodes.append(replace(node, intra=type_.intra_node or GLOO_WITHIN_NODE, host_memory=told))
     return replace(cluster, nodes=tuple(nodes))
 
 

@@ -17,7 +17,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.profile import Affine, ModelProfile
-from whale.ir.strategy import RECOMPUTES, Recompute
+from whale.ir.strategy import RECOMPUTES, Offload, Recompute
 from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut
 from whale.planner.balance.shares import Remedy, Worker, fastest_shares, memory_between
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts
@@ -69,6 +69,7 @@ def pipeline_by_speed(
     stack: Stack = WHALE,
     recompute: Recompute = "none",
     zero: int = 0,
+    offload: Offload = "none",
 ) -> tuple[range, ...]:
     """Return the layers of each stage of a pipeline over all devices, assigned in the cluster's order.
 
@@ -84,6 +85,7 @@ def pipeline_by_speed(
         stack: that runs it.
         recompute: what backwards of all stages compute again.
         zero: how much of their state the replicas of a stage divide.
+        offload: what is in the memory of hosts, in all stages.
 
     Raises:
         UsageError: the numbers do not fit the cluster or the batch.
@@ -107,6 +109,7 @@ def pipeline_by_speed(
         schedule=schedule,
         recompute=recompute,
         zero=zero,
+        offload=offload,
         balance="speed",
     )
     layout = Layout.of(configuration, cluster)

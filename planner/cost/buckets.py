@@ -16,7 +16,7 @@ from whale.planner.cost.layers import variant_of
 from whale.planner.network.communication import collective
 from whale.planner.network.topology import Topology
 
-__all__ = ["LARGEST_BUCKET_BYTES", "REPEATS", "bucket_bytes", "num_buckets", "num_buckets_of"]
+__all__ = ["LARGEST_BUCKET_BYTES", "REPEATS", "bucket_bytes", "largest_packed", "num_buckets", "num_buckets_of"]
 
 LARGEST_BUCKET_BYTES = 64 * 2**20
 """Beyond it the last bucket, which no backward hides, and the memory of those in flight cost more than is saved."""
@@ -62,6 +62,21 @@ def bucket_bytes(topology: Topology, ranks: Sequence[int], *, divided: bool = Fa
     while size < LARGEST_BUCKET_BYTES and size * seconds / LARGEST_BUCKET_BYTES < TRANSFERS * latency:
         size *= 2
     return size
+
+
+def largest_packed(sizes: Sequence[float], capacity: float) -> float:
+    """Return the size of the largest bucket of many equal layers with parameters of these *sizes*.
+
+    >>> largest_packed([3, 1, 1, 1], capacity=4), largest_packed([1], capacity=4), largest_packed([3], capacity=4)
+    (4.0, 4.0, 3.0)
+    """
+    total, largest, held = sum(sizes), 0.0, 0.0
+    if total * MOST_REPEATS <= REPEATS * capacity:
+        return float(capacity)
+    for size in [*reversed(sizes)] * (REPEATS * ceil(max(1.0, capacity / total))):
+        held = size if held + size > capacity else held + size
+        largest = max(largest, held)
+    return float(largest)
 
 
 def num_buckets(sizes: Sequence[float], capacity: float) -> float:

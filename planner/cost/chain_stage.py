@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from whale.ir.state import StateSharding
-from whale.ir.strategy import Recompute
+from whale.ir.strategy import Offload, Recompute
 
 __all__ = ["ChainStage"]
 
@@ -28,6 +28,7 @@ class ChainStage:
         context: degree; the ranks of a context group divide the tokens of each row.
         recompute: what its backward computes again, as Whale runs it.
         state: how its replicas divide their state, as Whale runs it; None: all have all.
+        offload: what is in the host's memory, as Whale runs it.
     """
 
     first: int
@@ -40,11 +41,25 @@ class ChainStage:
     context: int = 1
     recompute: Recompute = "none"
     state: StateSharding | None = None
+    offload: Offload = "none"
 
     @property
     def level(self) -> int:
-        """How much of the state is divided, as ``zero`` of ``parallelize`` says."""
+        """How much of the state is divided, as ``zero`` of ``parallelize`` says; on the host it is in stretches
+        always."""
+        if self.offload != "none" and self.state_on_host:
+            return max(1, self.state.level if self.state is not None else 1)
         return self.state.level if self.state is not None and len(self.data_group) > 1 else 0
+
+    @property
+    def state_on_host(self) -> bool:
+        """Whether its devices keep what they own of the state in the host's memory."""
+        return self.offload in ("state", "both")
+
+    @property
+    def activations_on_host(self) -> bool:
+        """Whether its forwards keep there what its backwards read."""
+        return self.offload in ("activations", "both")
 
     def share(self, index: int) -> float:
         """The part of the state that a replica owns.

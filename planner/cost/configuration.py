@@ -16,7 +16,7 @@ from typing import Literal
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.ir.strategy import Recompute
+from whale.ir.strategy import Offload, Recompute
 from whale.planner.cost.precision import precision_named
 
 __all__ = ["Configuration", "Layout", "blocks_of", "even_cuts", "require_parts"]
@@ -39,6 +39,8 @@ class Configuration:
         recompute: what the backward computes again: ``none``, the core of attention (``selective``) or ``full``.
         zero: what data-parallel devices share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
         state_shares: how much of that each replica has, as Whale runs it; (): equally.
+        offload: what is in the memory of hosts, as Whale runs it; with state there replicas divide it at level 1 at
+            least.
         auto_shares: whether it is by what memory leaves, where equal shares do not fit, as Whale runs it.
         sequence_parallel: whether the tensor group divides what its matrices do not split; None: where attention is
             fused, as in every stack that has both.
@@ -65,6 +67,7 @@ class Configuration:
     zero: int = 0
     state_shares: tuple[float, ...] = ()
     auto_shares: bool = False
+    offload: Offload = "none"
     sequence_parallel: bool | None = False
     precision: str = "bf16"
     gradient_dtype: str | None = None
@@ -73,6 +76,11 @@ class Configuration:
     layers_per_stage: tuple[int, ...] | None = None
     balance: Balance = "even"
     device_order: tuple[int, ...] | None = None
+
+    @property
+    def level(self) -> int:
+        """How much of the state is divided, as Whale runs it."""
+        return max(1, self.zero) if self.offload in ("state", "both") else self.zero
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any, Self
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, LayerKind, ModelProfile
-from whale.ir.strategy import Recompute
+from whale.ir.strategy import Offload, Recompute
 from whale.planner.cost.layers import LayerSeconds, forward_flops, layer_seconds_by_rows, variant_of
 from whale.planner.cost.memory import (
     Largest,
@@ -25,6 +25,7 @@ from whale.planner.cost.memory import (
     cast_bytes,
     gradient_bytes,
     kept_bytes,
+    run_hosted,
     run_kept_bytes,
     run_state_bytes,
     run_working_bytes,
@@ -52,7 +53,7 @@ class LayerMemo:
 
     def __init__(self) -> None:
         self.seconds: dict[Any, LayerSeconds] = {}
-        self.amounts: dict[Any, tuple[Affine, Largest]] = {}
+        self.amounts: dict[Any, tuple[Affine, Largest, Affine]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,30 +181,31 @@ class LayerCosts:
         profile says what a rule changes."""
         return self.stack.recompute if self.runs or self.repeats(kind) else "none"
 
-    def under(self, rule: Recompute, zero: int = 0) -> Self:
+    def under(self, rule: Recompute, zero: int = 0, offload: Offload = "none") -> Self:
         """The same prices under another rule of what Whale's backward computes again, and where its replicas divide
-        their state as *zero* says.
+        their state as *zero* says, and have on the host what *offload* says.
 
         Raises:
             UsageError: the profile does not say what that costs.
         """
-        if (rule, zero) == (self.stack.recompute, self.stack.zero) or not self.runs:
+        key = (rule, zero, offload)
+        if key == (self.stack.recompute, self.stack.zero, self.stack.offload) or not self.runs:
             return self
         known = self._under
-        if (rule, zero) not in known:
+        if key not in known:
             if rule not in self.profile.rules and any(kind.variants for kind in self.profile.kinds):
                 raise UsageError(
                     f"the profile of {self.profile.name} does not say what recompute {rule!r} keeps and computes "
                     "again; make it again with whale profile, or give --model"
                 )
-            known[rule, zero] = copy(self)
-            known[rule, zero].__dict__["stack"] = replace(self.stack, recompute=rule, zero=zero)
-        return known[rule, zero]
+            known[key] = copy(self)
+            known[key].__dict__["stack"] = replace(self.stack, recompute=rule, zero=zero, offload=offload)
+        return known[key]
 
     @cached_property
-    def _under(self) -> dict[tuple[Recompute, int], Self]:
+    def _under(self) -> dict[tuple[Recompute, int, Offload], Self]:
         """The prices under each rule that was asked for; they share all that they know."""
-        return {(self.stack.recompute, self.stack.zero): self}
+        return {(self.stack.recompute, self.stack.zero, self.stack.offload): self}
 
     @cached_property
     def _counts(self) -> Counter[int]:
@@ -256,15 +258,22 @@ class LayerCosts:
         """Bytes that a layer needs beside them while it runs."""
         return self._amounts(kind, type_, degrees)[1](rows)
 
-    def _amounts(self, kind: int, type_: DeviceType, degrees: Degrees) -> tuple[Affine, Largest]:
-        key = (kind, type_, degrees, self.stack.recompute)
+    def hosted(self, kind: int, type_: DeviceType, degrees: Degrees, rows: float) -> float:
+        """Bytes that it saves in the host's memory."""
+        return self._amounts(kind, type_, degrees)[2](rows)
+
+    def _amounts(self, kind: int, type_: DeviceType, degrees: Degrees) -> tuple[Affine, Largest, Affine]:
+        hosted = self.stack.activations_on_host
+        key = (kind, type_, degrees, self.stack.recompute, hosted)
         if key not in self.memo.amounts:
             given, precision = self.profile.kinds[kind], self.precision
             how: dict[str, Any] = {"tensor_degree": degrees[0], "precision": precision}
             if self.runs:
-                one_by_one = costs_of(self.optimizer).one_by_one if type_.is_processor else 0
+                costs = costs_of(self.optimizer)
+                one_by_one = costs.one_by_one if type_.is_processor or costs.steps_one_by_one else 0
                 how |= {"expert_degree": degrees[1], "recompute": self._recompute(kind)}
-                found = run_kept_bytes(given, **how), run_working_bytes(given, **how, one_by_one=one_by_one)
+                both = run_kept_bytes(given, **how), run_working_bytes(given, **how, one_by_one=one_by_one)
+                found = run_hosted(given, *both, **how) if hosted else (*both, Affine(0.0, 0.0))
             else:
                 how |= {
                     "fused_attention": self.stack.fuses(type_, precision),
@@ -272,7 +281,7 @@ class LayerCosts:
                     "recompute": self._recompute(kind),
                     "sequence_parallel": self.stack.sequence_parallel,
                 }
-                found = kept_bytes(given, **how), working_bytes(given, **how)
+                found = kept_bytes(given, **how), working_bytes(given, **how), Affine(0.0, 0.0)
             self.memo.amounts[key] = found
         return self.memo.amounts[key]
 
@@ -334,9 +343,27 @@ class LayerCosts:
         """Bytes of weights, gradients and optimizer states of a number of parameters, of which *shards* devices divide
         the part of *zero*, and of a number that are not trained."""
         if self.runs:
-            how: dict[str, Any] = {"precision": self.precision, "optimizer": self.optimizer}
-            return run_state_bytes(parameters, frozen=frozen, zero=zero, shards=shards, **how)
+            return run_state_bytes(
+                parameters,
+                frozen=frozen,
+                precision=self.precision,
+                states=self.states,
+                zero=zero,
+                shards=shards,
+                on_host=bool(zero) and self.stack.state_on_host,
+            )
         return state_bytes(parameters, precision=self.precision, zero=zero, shards=shards)
+
+    @cached_property
+    def states(self) -> float:
+        """States of the optimizer, in tensors of the size of the parameters; of one that factors them as many as the
+        whole model has, and one where the profile does not say it."""
+        costs = costs_of(self.optimizer)
+        if not costs.factored:
+            return costs.states
+        variants = [variant for kind in self.profile.chain() for variant in kind.variants[:1]]
+        factored, whole = sum(one.factored for one in variants), sum(one.parameters for one in variants)
+        return factored / whole if factored and whole else 1.0
 
     @property
     def gradient_bytes(self) -> int:

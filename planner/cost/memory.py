@@ -18,7 +18,6 @@ from whale.ir.strategy import Recompute
 from whale.ir.units import bytes_text
 from whale.planner.cost.kernels import CAST_BYTES, element_bytes, num_scores
 from whale.planner.cost.layers import variant_of
-from whale.planner.cost.optimizers import costs_of
 from whale.planner.cost.precision import Precision
 from whale.planner.cost.silicon import silicon_of
 
@@ -35,6 +34,7 @@ __all__ = [
     "kept_bytes",
     "message_bytes",
     "refuse_tiny",
+    "run_hosted",
     "run_kept_bytes",
     "run_state_bytes",
     "run_working_bytes",
@@ -83,6 +83,10 @@ exponentials, their sum, and that scaled (``torch.distributed.tensor.parallel.lo
 MESSAGES = 4
 """Micro-batches whose messages a rank of a full pipeline has on their way at a time, as a rule: they are dropped a few
 tasks after they were sent."""
+
+FETCHED = 3
+"""Tensors of the largest size that a backward has on the device if they are kept on the host: one that is read, and two
+that arrive meanwhile (`whale.strategies.offloading`)."""
 
 _CHEAP = frozenset({"rms_norm", "layer_norm", "silu", "gelu", "mul", "dropout"})
 """Operators that selective recomputation repeats if attention is fused: all that take little time for their size, as in
@@ -333,26 +337,34 @@ def wasted_share(device: DeviceType) -> float:
 
 
 def run_state_bytes(
-    parameters: float, *, frozen: float = 0.0, precision: Precision, optimizer: str, zero: int = 0, shards: float = 1
+    parameters: float,
+    *,
+    frozen: float = 0.0,
+    precision: Precision,
+    states: float,
+    zero: int = 0,
+    shards: float = 1,
+    on_host: bool = False,
 ) -> StateBytes:
     """Bytes of a number of parameters of a device, of which *shards* devices divide the part of *zero*, and of a number
-    that are not trained.
+    that are not trained. What they divide is no part of it if it is *on_host*. An optimizer has as many *states* of the
+    size of a parameter.
 
     >>> from whale.planner.cost.precision import precision_named
     >>> half = precision_named("bf16")
-    >>> [run_state_bytes(1e9, precision=half, optimizer=name).total / 1e9 for name in ("adamw", "sgd")]
+    >>> [run_state_bytes(1e9, precision=half, states=states).total / 1e9 for states in (2, 0)]
     [8.0, 4.0]
     >>> [
-    ...     run_state_bytes(1e9, precision=half, optimizer="adamw", zero=zero, shards=4).total / 1e9
+    ...     run_state_bytes(1e9, precision=half, states=2, zero=zero, shards=4).total / 1e9
     ...     for zero in (0, 1, 2, 3)
     ... ]
     [8.0, 5.0, 3.5, 2.0]
     """
-    size = precision.element_bytes
+    size, own = precision.element_bytes, 0.0 if on_host else parameters / shards
     return StateBytes(
-        parameters=(parameters / (shards if zero >= 3 else 1) + frozen) * size,
-        gradients=parameters * size / (shards if zero >= 2 else 1),
-        optimizer=parameters * size * costs_of(optimizer).states / (shards if zero else 1),
+        parameters=((own if zero >= 3 else parameters) + frozen) * size,
+        gradients=(own if zero >= 2 else parameters) * size,
+        optimizer=(own if zero else parameters) * size * states,
     )
 
 
@@ -393,6 +405,28 @@ def cast_bytes(kind: LayerKind, *, tensor_degree: int, expert_degree: int, preci
     saved = variant_of(kind, tensor_degree, expert_degree).saved
     sizes = [_bytes(value.size, precision.element_bytes) for value in saved if value.origin == CAST_OF_PARAMETER]
     return sum(size.fixed for size in sizes)
+
+
+def run_hosted(
+    kind: LayerKind,
+    kept: Affine,
+    working: Largest,
+    *,
+    tensor_degree: int,
+    expert_degree: int,
+    precision: Precision,
+    recompute: Recompute,
+) -> tuple[Affine, Largest, Affine]:
+    """Bytes that a layer keeps on the device, works with there, and keeps on the host, of those that it keeps and works
+    with otherwise: what depends on rows is there. Backwards have the tensor that is read, and some ahead of it."""
+    moved = Affine(0.0, kept.per_row)
+    ahead = Affine(0.0, FETCHED * kept.per_row)
+    if recompute != "full" and kind.variants:
+        saved = variant_of(kind, tensor_degree, expert_degree).saved
+        largest = max((_bytes(value.size, precision.element_bytes).per_row for value in saved), default=0.0)
+        ahead = Affine(0.0, min(FETCHED * largest, kept.per_row))
+    amounts = tuple(Affine(one.fixed + ahead.fixed, one.per_row + ahead.per_row) for one in working.amounts)
+    return Affine(kept.fixed, 0.0), Largest(amounts), moved
 
 
 def _under(variant: LayerVariant, recompute: Recompute) -> RuleCosts | None:

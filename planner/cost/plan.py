@@ -16,8 +16,19 @@ from itertools import groupby
 from typing import NamedTuple
 
 from whale.ir.cluster import Cluster
-from whale.ir.workload import Boundary, DeviceMemory, LinkTime, Prediction, Reduction, StageWork, Transfer, Workload
+from whale.ir.workload import (
+    Boundary,
+    DeviceMemory,
+    LinkTime,
+    NodeMemory,
+    Prediction,
+    Reduction,
+    StageWork,
+    Transfer,
+    Workload,
+)
 from whale.planner.cost.chain_stage import ChainStage
+from whale.planner.cost.hosts import Held, adding_on_host, link_to_host, node_memories, stepping_on_host, with_copies
 from whale.planner.cost.memory import SUMMED_BYTES, StateBytes, message_bytes, sharded_bytes
 from whale.planner.cost.messages import Exchange, Sent, exchange, in_common
 from whale.planner.cost.overlap import Beside, largest_lead, overlap
@@ -158,7 +169,7 @@ class PlanCost:
         found_costs = []
         for stage, own_kinds in zip(stages, kinds, strict=True):
             shards = len(stage.data_group) if prices.stack.zero and not prices.runs else 1
-            ruled = prices.under(stage.recompute)
+            ruled = _ruled(prices, stage)
             costs = [ruled.stage(stage.layers, kind.group, kind.rows, micro_batches, shards) for kind in own_kinds]
             costs = [
                 _with_gathers(ruled, stage, kind, cost, micro_batches, pipelined=len(stages) > 1)
@@ -185,6 +196,7 @@ class PlanCost:
             precision=self.prices.precision,
             flops=3 * batch * self.prices.flops,
             memory=sorted(self.memory(), key=lambda device: device.rank),
+            hosts=self.hosts(),
             measured=all(price.measured for own in self.costs for price in own),
             launched=self._launched,
         )
@@ -226,7 +238,7 @@ class PlanCost:
         for stage, own, costs in zip(self.stages, self.kinds, self.costs, strict=True):
             gathered_after = self._gathered_after(stage, min(cost.forward for cost in costs))
             for kind, cost in zip(own, costs, strict=True):
-                update[kind.rank] += cost.update * self._owned(stage, kind) + gathered_after
+                update[kind.rank] += self._update(stage, kind, cost) + gathered_after
         return Workload(
             world_size=len(self.prices.cluster.devices),
             micro_batches=self.micro_batches,
@@ -390,6 +402,9 @@ class PlanCost:
                     seconds = prices.all_reduce(group, num_alike, num_bytes, stage.layers, kind)
                     size = prices.message_bytes(group, num_bytes, num_alike, stage.layers, divided=kind != "all_reduce")
                     message = prices.over(kind, group, num_alike, size)
+                if stage.state_on_host:
+                    link = len(group) * link_to_host(prices.cluster, group[0])
+                    seconds, message = max(seconds, num_bytes / link), max(message, size / link)
                 if slowest is None or seconds > slowest.seconds:
                     slowest = _Sum(group, num_alike, num_bytes, seconds, message)
             found.extend([slowest] if slowest else [])
@@ -399,7 +414,7 @@ class PlanCost:
         """The part of a stage's last backward after which its sums begin, taken as one, and how both slow each
         other."""
         prices, stage = self.prices, self.stages[index]
-        ruled = prices.under(stage.recompute)
+        ruled = _ruled(prices, stage)
         largest = max(sums, key=lambda one: one.seconds)
         divided = self._scattered_by(stage) != "all_reduce"
         message = prices.message_bytes(largest.group, largest.bytes, largest.num_alike, stage.layers, divided=divided)
@@ -448,12 +463,12 @@ class PlanCost:
     def _exchanged(self) -> list[_Exchanged]:
         return [_Exchanged.of(self.prices, stage, self.micro_batches) for stage in self.stages]
 
-    def _owned(self, stage: ChainStage, kind: _Kind) -> float:
-        """The part of its state that a device owns: of experts, as many fewer ranks hold as all others."""
-        if not stage.level:
-            return 1.0
-        dense, experts = self.prices.parameters(stage.layers, stage.tensor, stage.expert)
-        return kind.share * (dense / stage.expert + experts) / max(1.0, dense + experts)
+    def _update(self, stage: ChainStage, kind: _Kind, cost: StageCost) -> float:
+        """Seconds of the optimizer of a device, for what it owns."""
+        if stage.state_on_host:
+            own = _own_bytes(self.prices, stage, kind)
+            return stepping_on_host(self.prices.cluster, kind.rank, own, self.prices.optimizer)
+        return cost.update * _owned(self.prices, stage, kind)
 
     def _arriving(self, index: int, kind: _Kind) -> float:
         """Seconds from the beginning of the step before which the first forward of a stage cannot end, because its
@@ -461,7 +476,7 @@ class PlanCost:
         stage, prices = self.stages[index], self.prices
         if self._exchanged[index].tasks:
             return 0.0
-        units = _units(prices.under(stage.recompute), stage, kind, self.micro_batches)
+        units = _units(_ruled(prices, stage), stage, kind, self.micro_batches)
         alike = (self.stages[other] for other in range(index) if self.stages[other].ranks == stage.ranks)
         before = sum(unit.num * unit.gather for one in alike for unit in _units(prices, one, kind, self.micro_batches))
         return arrival_seconds(units, slowdown=overlap_slowdown(prices.num_of_types), before=before)
@@ -496,7 +511,7 @@ class PlanCost:
     def _summing_tied(self, layers: Sequence[int], stage: ChainStage, kind: _Kind, kept: int) -> float:
         """Bytes beside *kept* while a device sums the gradients of the readers of a tied parameter, as autograd does:
         that of the last reader waits for that of the first, and then there is the sum too; activations are freed."""
-        prices, most = self.prices.under(stage.recompute), 0.0
+        prices, most = _ruled(self.prices, stage), 0.0
         if not prices.runs:
             return 0.0
         for readers, shared in prices.profile.tied:
@@ -516,6 +531,7 @@ class PlanCost:
     def memory(self) -> Iterator[DeviceMemory]:
         """Memory of the smallest device of each kind of replica."""
         prices, zero = self.prices, 0 if self.prices.runs else self.prices.stack.zero
+        any_on_host = any(stage.offload != "none" for stage in self.stages)
         renews = zero >= 2 and len(self.stages) > 1  # weights and gradients are whole, but made anew in each step
         for own in self._devices:
             stage = self.stages[own[0]]
@@ -533,7 +549,7 @@ class PlanCost:
             for place, kind in enumerate(self.kinds[own[0]]):
                 device = prices.cluster.devices[kind.rank]
                 if stage.level:
-                    stepping = round(stepping_whole * self._owned(stage, kind))
+                    stepping = 0 if stage.state_on_host else round(stepping_whole * _owned(prices, stage, kind))
                 kept = self._kept(own, place) + round(sum(self._messages(index, kind) for index in own))
                 working = max(self.costs[index][place].working for index in own)
                 working = round(max(working, stepping - kept, self._summing_tied(layers, stage, kind, kept)))
@@ -555,7 +571,30 @@ class PlanCost:
                     workspace=working,
                     buffers=round(sharded) + wasted,
                     framework=round(prices.overhead_bytes[device.type.name]),
+                    **(self._on_host(own, place, kind) if any_on_host else {}),
                 )
+
+    def _on_host(self, own: tuple[int, ...], place: int, kind: _Kind) -> dict[str, int]:
+        """Bytes that a device has on its host."""
+        hosted = [index for index in own if self.stages[index].state_on_host]
+        state = sum(_own_bytes(self.prices, self.stages[index], kind) for index in hosted)
+        kept = [self.costs[index][place].hosted for index in own]
+        return {
+            "host_state": round(state * (2 + self.prices.states)),
+            "host_activations": self._in_flight(own, kept) if any(kept) else 0,
+        }
+
+    def hosts(self) -> tuple[NodeMemory, ...]:
+        """Memory of the nodes on which ranks keep something, one of each kind."""
+        if all(stage.offload == "none" for stage in self.stages):
+            return ()
+        of_kinds = {one.rank: Held(one.host_state, one.host_activations) for one in self.memory()}
+        held: dict[int, Held] = {}
+        for own in self._devices:
+            stage, kinds = self.stages[own[0]], self.kinds[own[0]]
+            for replica, place in enumerate(self.of[own[0]]):
+                held |= dict.fromkeys(stage.slice(replica), of_kinds[kinds[place].rank])
+        return node_memories(self.prices.cluster, held)
 
     def _divided(
         self,
@@ -576,22 +615,27 @@ class PlanCost:
         prices, stage, done = self.prices, self.stages[own[0]], self._exchanged[own[0]]
         size = prices.precision.element_bytes
         frozen = size * sum(prices.frozen_of(prices.profile.layers[one], stage.tensor, stage.expert) for one in layers)
-        trained, share = whole.parameters - frozen, self._owned(stage, kind)
+        trained, share = whole.parameters - frozen, _owned(self.prices, stage, kind)
         apart = size * sum(
             shared / stage.tensor
             for readers, shared in prices.profile.tied
             if self._is_apart(readers) and set(layers).intersection(readers)
         )
-        once = trained * share + apart * (1 - share)  # what stages share is whole
+        held = 0.0 if stage.state_on_host else share
+        once = trained * held + apart * (1 - held)  # what stages share is whole
         unit = min(trained, prices.largest_bucket(stage.data_group, layers, stage.tensor, stage.expert, divided=True))
-        received = unit if any(type_.is_processor for type_ in kind.group.types) else share * unit
         exchanged = prices.gradient_bytes / size
-        received *= exchanged
+        received = exchanged * (unit if any(type_.is_processor for type_ in kind.group.types) else share * unit)
+        received = 2 * received + share * unit
+        if stage.data == 1 and (stage.expert > 1 or len(stage.data_group) == 1):
+            received = 0.0  # a rank sums the largest buckets with no other
         kept, kept_one, working = activations
-        summed = min(trained * max(1.0, exchanged), (1 + 2 * max(1.0, exchanged)) * unit) + 2 * received + share * unit
-        gradients, summing = whole.gradients, max(0.0, 2 * received + share * unit - kept_one / 2)
+        summed = min(trained * max(1.0, exchanged), (1 + 2 * max(1.0, exchanged)) * unit) + received
+        gradients, summing = whole.gradients, max(0.0, received - kept_one / 2)
         if done.each:
             gradients, summing = once, summed
+        elif self.micro_batches == 1 and stage.state_on_host:  # most are there once three buckets have filled
+            gradients, summing = 0.0, max(0.0, summed - kept * min(1.0, 3 * unit / max(1.0, trained)))
         elif self.micro_batches == 1:
             needed = max(0.0, once + summed - kept - working)
             gradients, summing = min(once, needed), max(0.0, needed - once)
@@ -601,7 +645,7 @@ class PlanCost:
         state = StateBytes(
             parameters=frozen + kept_whole,
             gradients=gradients,
-            optimizer=whole.optimizer * share,
+            optimizer=whole.optimizer * held,
         )
         return state, summing + (min(read, 2 * unit * read / max(1.0, trained)) if done.tasks else 0.0)
 
@@ -612,7 +656,7 @@ class PlanCost:
         found: list[tuple[float, ...]] = []
         for index, stage in enumerate(self.stages):
             rooms, owned = [], 0.0
-            for place in self.of[index] if stage.level else ():
+            for place in self.of[index] if stage.level and not stage.state_on_host else ():
                 device = held[self.kinds[index][place].rank]
                 at_once = self.micro_batches == 1 or self._exchanged[index].each
                 parts = device.parameters, device.gradients, device.optimizer
@@ -641,15 +685,17 @@ class PlanCost:
 
     def _kept(self, own: tuple[int, ...], place: int) -> int:
         """Bytes that ranks which run the stages *own* save at a time for backwards."""
-        depth = len(self.stages)
         shared = [self._shared_casts(index) for index in own]
-        sizes = [round(self.costs[index][place].kept - casts) for index, casts in zip(own, shared, strict=True)]
-        if len(own) == 1:
-            most = in_flight(self.schedule, depth, own[0], self.micro_batches) * sizes[0]
-        else:
-            most = peak_kept(self.schedule, self._sets, self.micro_batches, dict(zip(own, sizes, strict=True)))
+        sizes = [self.costs[index][place].kept - casts for index, casts in zip(own, shared, strict=True)]
         gathered = self.stages[own[0]].level > 0  # then the casts are the gathered parameters
-        return most + (0 if gathered else round(sum(shared)))
+        return self._in_flight(own, sizes) + (0 if gathered else round(sum(shared)))
+
+    def _in_flight(self, own: tuple[int, ...], sizes: Sequence[float]) -> int:
+        """Bytes at a time of what the micro-batches in flight have, each *sizes* in the stages *own*."""
+        depth, whole = len(self.stages), list(map(round, sizes))
+        if len(own) == 1:
+            return in_flight(self.schedule, depth, own[0], self.micro_batches) * whole[0]
+        return peak_kept(self.schedule, self._sets, self.micro_batches, dict(zip(own, whole, strict=True)))
 
     def _shared_casts(self, index: int) -> float:
         """Bytes of the casts of parameters in what a micro-batch saves of a stage, which are not its own."""
@@ -681,6 +727,25 @@ def _on_same_ranks(stages: Sequence[ChainStage]) -> list[tuple[int, ...]]:
     return [tuple(by_ranks[stage.ranks]) for stage in stages]
 
 
+def _ruled(prices: CostModel, stage: ChainStage) -> CostModel:
+    """The prices of a stage's layers, without exchanges of its state."""
+    return prices.under(stage.recompute, offload="activations" if stage.activations_on_host else "none")
+
+
+def _owned(prices: CostModel, stage: ChainStage, kind: _Kind) -> float:
+    """The part of its state that a device owns: of experts, as many fewer ranks hold as all others."""
+    if not stage.level:
+        return 1.0
+    dense, experts = prices.parameters(stage.layers, stage.tensor, stage.expert)
+    return kind.share * (dense / stage.expert + experts) / max(1.0, dense + experts)
+
+
+def _own_bytes(prices: CostModel, stage: ChainStage, kind: _Kind) -> float:
+    """Bytes of a stage's trained parameters that a device owns."""
+    elements = sum(prices.parameters(stage.layers, stage.tensor, stage.expert))
+    return elements * prices.precision.element_bytes * _owned(prices, stage, kind)
+
+
 def _with_gathers(
     prices: CostModel, stage: ChainStage, kind: _Kind, cost: StageCost, micro_batches: int, *, pipelined: bool
 ) -> StageCost:
@@ -699,7 +764,7 @@ def _with_gathers(
         reduces = 1 / micro_batches if pipelined else 1.0
         if prices.stack.zero < 2:
             return cost
-    if len(stage.data_group) < 2 or not (gathers or reduces):
+    if (len(stage.data_group) < 2 and not stage.state_on_host) or not (gathers or reduces):
         return cost
     units = [
         one._replace(gather=gathers * one.gather, reduce=reduces * one.reduce)
@@ -711,6 +776,11 @@ def _with_gathers(
     forward, backward = sharded_seconds(
         units, regather=regather, slowdown=slowdown, keeps_last=not prices.runs, tail=not prices.runs
     )
+    if stage.state_on_host:
+        own, link = _own_bytes(prices, stage, kind), link_to_host(prices.cluster, kind.rank)
+        how = {"kept": cost.hosted, "read": gathers * own, "summed": reduces * own}
+        forward, backward = with_copies(forward, backward, **how, link=link)
+        backward += adding_on_host(prices.cluster, kind.rank, reduces * own) * (1 - 1 / micro_batches)
     communication = cost.communication + forward - cost.forward + backward - cost.backward
     return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
 
@@ -725,16 +795,21 @@ def _units(prices: CostModel, stage: ChainStage, kind: _Kind, micro_batches: int
     for block, run in groupby(stage.layers, key=lambda index: layers[index] if prices.repeats(layers[index]) else -1):
         members = list(run)
         num: float = len(members) if block >= 0 else 1
-        num_bytes = sum(prices.parameters(members, stage.tensor, stage.expert)) * size
+        dense, experts = (size * part for part in prices.parameters(members, stage.tensor, stage.expert))
+        num_bytes = dense + experts
         if prices.runs:
             unit = prices.message_bytes(stage.data_group, num_bytes, stage.tensor, members, divided=True)
             num = max(1.0, round(num_bytes / max(1.0, unit)))
         spent = prices.stage(members, kind.group, kind.rows, micro_batches, shards)
         casts = prices.casts(members, (stage.tensor, stage.expert))
-        read = num_bytes + casts * (1 - size / 2)
-        summed = num_bytes * (prices.gradient_bytes / size if prices.runs else 1.0)
-        gather = prices.over("all_gather", stage.data_group, stage.tensor, read / num)
-        reduce = prices.over(scattered, stage.data_group, stage.tensor, summed / num)
+        low = 1 + casts * (1 - size / 2) / max(1.0, num_bytes)  # of what is gathered, as it is read
+        other = prices.gradient_bytes / size if prices.runs else 1.0
+        gather = _exchanged(prices, stage, "all_gather", low * dense / num, low * experts / num)
+        reduce = _exchanged(prices, stage, scattered, other * dense / num, other * experts / num)
+        if stage.state_on_host:
+            own = kind.share * (dense / stage.expert + experts) / num
+            copied = own / link_to_host(prices.cluster, kind.rank)
+            gather, reduce = max(gather, copied), max(reduce, copied)
         units.append(
             ShardedUnit(
                 forward=spent.forward / num,
@@ -745,6 +820,14 @@ def _units(prices: CostModel, stage: ChainStage, kind: _Kind, micro_batches: int
             )
         )
     return units
+
+
+def _exchanged(prices: CostModel, stage: ChainStage, kind: str, dense: float, experts: float) -> float:
+    """Seconds of a collective over those that hold bytes of dense parameters, and of experts, whom fewer hold."""
+    if stage.expert == 1:
+        return prices.over(kind, stage.data_group, stage.tensor, dense + experts)
+    own = prices.over(kind, stage.data_group[:: stage.expert], stage.tensor * stage.expert, experts)
+    return own + prices.over(kind, stage.data_group, stage.tensor, dense)
 
 
 def _senders(prices: CostModel, stages: Sequence[ChainStage]) -> list[tuple[int, int]]:

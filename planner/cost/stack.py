@@ -7,10 +7,11 @@ Whale's executor is one such stack, the only one that a search plans for. The ot
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from whale.ir.cluster import DeviceType
-from whale.ir.strategy import Recompute
+from whale.ir.strategy import Offload, Recompute
 from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.layers import attention_is_fused
 from whale.planner.cost.precision import Precision
@@ -32,6 +33,7 @@ class Stack:
         recompute: what the backward computes again.
         sequence_parallel: whether the tensor group divides what its matrices do not split.
         zero: what data-parallel devices share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.
+        offload: what is in the host's memory, in Whale's.
         interleaved: whether devices have several stages each.
         calibration: constants of its times.
     """
@@ -41,6 +43,7 @@ class Stack:
     recompute: Recompute = "none"
     sequence_parallel: bool = False
     zero: int = 0
+    offload: Offload = "none"
     interleaved: bool = False
     calibration: Calibration = CALIBRATION
 
@@ -48,6 +51,22 @@ class Stack:
     def eager(self) -> bool:
         """Whether kernels are PyTorch's own, one for each operator."""
         return self.name != "megatron"
+
+    @cached_property
+    def way(self) -> tuple[Recompute, Offload, int]:
+        """On what costs of a layer depend: what is computed again, what is on the host, and at which level of state
+        there."""
+        return self.recompute, self.offload, self.zero if self.state_on_host else 0
+
+    @property
+    def state_on_host(self) -> bool:
+        """Whether devices keep what they own of parameters, gradients and optimizer states in the host's memory."""
+        return self.offload in ("state", "both")
+
+    @property
+    def activations_on_host(self) -> bool:
+        """Whether forwards keep there what backwards read."""
+        return self.offload in ("activations", "both")
 
     @property
     def scatters(self) -> bool:

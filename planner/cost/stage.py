@@ -16,8 +16,9 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from whale.ir.cluster import Cluster, DeviceType
-from whale.ir.profile import ModelProfile
-from whale.planner.cost.buckets import bucket_bytes, num_buckets_of
+from whale.ir.profile import LayerVariant, ModelProfile
+from whale.planner.cost.buckets import bucket_bytes, largest_packed, num_buckets_of
+from whale.planner.cost.hosts import link_to_host, stepping_on_host, with_copies
 from whale.planner.cost.layer_cost import LayerCosts, LayerMemo
 from whale.planner.cost.layers import Collective, LayerSeconds, variant_of
 from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes, wasted_share
@@ -47,6 +48,7 @@ class StageCost(NamedTuple):
         measured: whether all times were measured.
         launched: seconds among ``forward`` + ``backward`` of layers that wait for the host's launches.
         accumulation: seconds more of a later micro-batch's ``backward``, of a layer that is priced for the first.
+        hosted: bytes of a micro-batch that are on the host from forward to backward.
     """
 
     forward: float
@@ -59,6 +61,7 @@ class StageCost(NamedTuple):
     measured: bool
     launched: float = 0.0
     accumulation: float = 0.0
+    hosted: float = 0.0
 
 
 NOTHING = StageCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, True)
@@ -361,10 +364,10 @@ class CostModel(LayerCosts):
         numbers: dict[Any, int] = {}  # by identity of types, which is faster
         for node in self.cluster.nodes:
             types = tuple(self.cluster.devices[rank].type for rank in node.ranks)
-            look = (node.intra, node.inter, tuple(map(id, types)))
+            look = (node.intra, node.inter, node.host_memory, tuple(map(id, types)))
             if look not in numbers:
                 known = self.memo.kinds_of_nodes
-                numbers[look] = known.setdefault((node.intra, node.inter, types), len(known))
+                numbers[look] = known.setdefault((node.intra, node.inter, node.host_memory, types), len(known))
             found.append(numbers[look])
         return found
 
@@ -395,7 +398,7 @@ class CostModel(LayerCosts):
         whole = group.whole_rows(int(rows)) if self.runs else rows
         lacking = round(whole - rows) if len(group.types) > 1 else 0
         times = micro_batches if self._accumulates[kind] else 1
-        key = (kind, group.kind, whole, lacking, times, shards, self.stack.recompute)
+        key = (kind, group.kind, whole, lacking, times, shards, self.stack.way)
         found = self.memo.layers.get(key)
         if found is None:
             found = self.memo.layers[key] = self._price(kind, group, whole / group.positions, times, shards, lacking)
@@ -422,18 +425,29 @@ class CostModel(LayerCosts):
                 slowest, forward, backward, overlap=self.stack.calibration.backward_overlap, context=context
             )
         once = (self.seconds(kind, type_, degrees, 1, micro_batches, shards) for type_ in group.types)
+        hosted, update = 0.0, max(one.update for one in once)
+        ahead, back = slowest.forward + forward, slowest.backward + backward
+        if self.stack.offload != "none":
+            hosted = max(self.hosted(kind, type_, degrees, rows) for type_ in group.types)
+            size = sum(self.parameters_of(kind, *degrees)) * self.precision.element_bytes
+            read = size if self.stack.state_on_host and self.stack.zero == 3 else 0.0
+            link = min(link_to_host(self.cluster, rank) for rank in group.ranks)
+            ahead, back = with_copies(ahead, back, kept=hosted, read=read, link=link)
+            if self.stack.state_on_host:
+                update = stepping_on_host(self.cluster, group.ranks[0], size, self.optimizer)
         return StageCost(
-            forward=slowest.forward + forward,
-            backward=slowest.backward + backward,
+            forward=ahead,
+            backward=back,
             weights=slowest.weights,
             communication=forward + backward,
             kept=max(self.kept(kind, type_, degrees, rows) for type_ in group.types),
             working=max(self.working(kind, type_, degrees, rows) for type_ in group.types),
-            update=max(one.update for one in once),
+            update=update,
             measured=slowest.measured,
             launched=(slowest.forward if slowest.forward_slack else 0.0)
             + (slowest.backward if slowest.backward_slack else 0.0),
             accumulation=slowest.accumulation,
+            hosted=hosted,
         )
 
     def stage(
@@ -454,6 +468,7 @@ class CostModel(LayerCosts):
             update=sum(count * price.update for count, price in found),
             measured=all(price.measured for _, price in found),
             launched=sum(count * price.launched for count, price in found),
+            hosted=0.0 if self.stack.offload == "none" else sum(count * price.hosted for count, price in found),
         )
 
     def computation(self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1) -> tuple[float, float]:
@@ -499,7 +514,7 @@ class CostModel(LayerCosts):
         positions = list(layers)
         frozen = sum(self.frozen_of(self.profile.layers[index], degree, expert) for index in positions)
         dense, experts = self.parameters(positions, degree, expert)
-        if not zero or shards == 1:
+        if not zero or (shards == 1 and not self.stack.state_on_host):
             return self.state(dense + experts, frozen)
         whole = self.state(dense, frozen, shards=shards, zero=zero)
         return whole + self.state(experts, shards=max(1, shards // expert), zero=zero)
@@ -540,15 +555,15 @@ class CostModel(LayerCosts):
     def largest_bucket(
         self, ranks: Sequence[int], layers: Iterable[int], degree: int, expert: int = 1, *, divided: bool = False
     ) -> float:
-        """Bytes of the largest bucket over *ranks*, which may have *divided* the state, of parameters of *layers*: a
-        full one, or a larger parameter by itself."""
-        largest = 0.0
+        """Bytes of the largest bucket over *ranks*, which may have *divided* the state, of parameters of *layers*, as
+        they are packed: as many as fit in a full one, or a larger parameter by itself."""
+        capacity, size, largest = self._capacity(ranks, divided=divided), self.precision.element_bytes, 0.0
         for kind in {self.profile.layers[index] for index in layers}:
             given = self.profile.kinds[kind]
-            if given.variants:
-                variant = variant_of(given, degree, expert)
-                largest = max(largest, variant.largest or max(variant.sizes, default=variant.parameters))
-        return max(self._capacity(ranks, divided=divided), largest * self.precision.element_bytes)
+            variant = variant_of(given, degree, expert) if given.variants else LayerVariant(tensor_degree=degree)
+            sizes = [size * one for one in variant.sizes] or [max(capacity, size * variant.largest)]
+            largest = max(largest, largest_packed(sizes, capacity))
+        return largest
 
     def _capacity(self, ranks: Sequence[int], *, divided: bool = False) -> int:
         """Bytes of a full bucket over some ranks."""

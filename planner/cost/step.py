@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from math import sqrt
 
 from whale.ir.cluster import DeviceType
-from whale.ir.workload import DeviceMemory, Prediction, Workload
+from whale.ir.workload import DeviceMemory, NodeMemory, Prediction, Workload
 from whale.planner.cost.precision import Precision
 from whale.planner.cost.silicon import silicon_of
 from whale.planner.simulation.recurrence import Timing, long_timing
@@ -62,6 +62,7 @@ def step(
     memory: Iterable[DeviceMemory],
     measured: bool,
     launched: float = 0.0,
+    hosts: tuple[NodeMemory, ...] = (),
 ) -> Prediction:
     """Return the prediction of a step.
 
@@ -73,6 +74,7 @@ def step(
         memory: of the devices.
         measured: whether all layers were measured on their devices.
         launched: the part of the tasks' time that the host's launches decide.
+        hosts: memory of nodes on which ranks keep something.
     """
     seconds = timing.seconds
     found = tuple(memory)
@@ -86,7 +88,8 @@ def step(
         breakdown=timing.of_busiest,
         breakdown_rank=timing.busiest_rank,
         memory=found,
-        fits=all(device.total <= device.capacity for device in found),
+        hosts=hosts,
+        fits=all(one.total <= one.capacity for one in found) and all(one.total <= one.capacity for one in hosts),
         source="measured" if measured else "modelled",
         bubble=min(1.0, timing.bubble),
         flops=flops,

@@ -61,7 +61,8 @@ class Stages:
             gradient_dtype=given.gradient_dtype,
             known=known,
         )
-        return cls(prices=prices.under(given.recompute), layout=layout)
+        level = 0 if given.offload == "none" else given.level
+        return cls(prices=prices.under(given.recompute, level, given.offload), layout=layout)
 
     @property
     def profile(self) -> ModelProfile:
@@ -72,7 +73,8 @@ class Stages:
         """Return the stages of another layout of the same devices."""
         given = self.prices.stack
         if self.prices.runs:
-            return Stages.of(self.profile, layout, stack=replace(given, recompute="none"), known=self.prices.memo)
+            plain = replace(given, recompute="none", zero=0, offload="none")
+            return Stages.of(self.profile, layout, stack=plain, known=self.prices.memo)
         stack = stack_of(layout.configuration, layout.data, given.calibration)
         known = self.prices.memo if stack == given else None
         return Stages.of(self.profile, layout, stack=stack, known=known)
@@ -112,7 +114,8 @@ class Stages:
                 expert=given.expert,
                 context=given.context,
                 recompute=given.recompute,
-                state=StateSharding(given.zero, parts) if given.zero and self.prices.runs else None,
+                state=StateSharding(given.level, parts) if given.level and self.prices.runs else None,
+                offload=given.offload if self.prices.runs else "none",
             )
             for index, layers in enumerate(cuts)
         ]
@@ -138,5 +141,5 @@ class Stages:
             given.tensor,
             given.expert,
             shards=self.layout.data * given.context,
-            zero=given.zero if given.pipeline == 1 or self.prices.runs else min(given.zero, 1),
+            zero=given.level if given.pipeline == 1 or self.prices.runs else min(given.zero, 1),
         )

@@ -50,6 +50,7 @@ def laid_out(meshes: CostTable, draft: PartialPlan, batch: int) -> Candidate:
                 expert=mesh.expert,
                 recompute=meshes.prices.stack.recompute,
                 state=StateSharding(meshes.prices.stack.zero) if meshes.prices.stack.zero else None,
+                offload=meshes.prices.stack.offload,
             )
         )
     return fitted(meshes.prices, stages, micro_batches=draft.micro_batches, schedule=draft.schedule, batch=batch)

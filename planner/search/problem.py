@@ -11,7 +11,7 @@ from typing import Literal
 from whale.errors import UsageError
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.state import LEVELS, Align
-from whale.ir.strategy import RECOMPUTES, Recompute
+from whale.ir.strategy import OFFLOADS, RECOMPUTES, Offload, Recompute
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -213,6 +213,8 @@ class SearchSettings:
         gradient_dtype: in which gradients are summed; None: in their own.
         state_align: where stretches of it end, as `whale.ir.state.StateSharding` has it. They are equal; between
             devices of several types, if these do not fit so, by what their memory leaves.
+        offload: what is in the memory of hosts, in all stages; ``auto``: nothing where a plan fits so, else in each
+            stage the least with which it does.
         thorough: whether more of everything is tried, for some seconds more, up to the time limit.
     """
 
@@ -229,7 +231,17 @@ class SearchSettings:
     zero: Literal[0, 1, 2, 3, "auto"] = 0
     state_align: Align = "row"
     gradient_dtype: str | None = None
+    offload: Offload | Literal["auto"] = "none"
     thorough: bool = False
+
+    @property
+    def way(self) -> tuple[Recompute, int, Offload]:
+        """The rule of recompute, the level of state and the offload of plans that are looked for first."""
+        offload: Offload = "none" if self.offload == "auto" else self.offload
+        level = 0 if self.zero == "auto" else self.zero
+        if offload in ("state", "both"):
+            level = max(1, level)
+        return "none" if self.recompute == "auto" else self.recompute, level, offload
 
     @property
     def priced(self) -> tuple[str, ...]:
@@ -266,10 +278,16 @@ class SearchSettings:
                 raise UsageError(f"{name} is {value}, but must be at least 1")
         if self.micro_batches is not None:
             rows_of_micro_batch(batch, self.micro_batches)
-        costs_of(self.optimizer)
+        if costs_of(self.optimizer).factored and self.state_align == "row" and (self.zero or self.offload != "none"):
+            raise UsageError(
+                f"{self.optimizer} computes with whole matrices, so that ranks own whole parameters: use state_align "
+                "'parameter'"
+            )
         if self.recompute not in ("auto", *RECOMPUTES):
             raise UsageError(f"recompute is {self.recompute!r}; use one of auto, {', '.join(RECOMPUTES)}")
         if self.zero not in ("auto", *LEVELS):
             raise UsageError(f"zero is {self.zero!r}; use one of auto, {', '.join(map(str, LEVELS))}")
+        if self.offload not in ("auto", *OFFLOADS):
+            raise UsageError(f"offload is {self.offload!r}; use one of auto, {', '.join(OFFLOADS)}")
         if not self.time_limit > 0:
             raise UsageError(f"the time limit is {self.time_limit} seconds, but must be positive")

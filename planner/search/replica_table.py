@@ -51,7 +51,7 @@ class ReplicaTable(MeshSpace):
     _sizes: dict[float, Array] = field(default_factory=dict, init=False)
     _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
     _most_rows: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
-    _of_buckets: dict[int, float] = field(default_factory=dict, init=False)
+    _of_buckets: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
     _parameters: dict[Any, tuple[Array, Array, Array, Array]] = field(default_factory=dict, init=False)
 
     def _overflows(
@@ -127,22 +127,23 @@ class ReplicaTable(MeshSpace):
     def _room_of(self, group: TensorGroup) -> float:
         """Capacity of its smallest device, without what the framework takes, and buckets on their way."""
         taken = max(self.prices.overhead_bytes[type_.name] for type_ in group.types)
-        return group.memory_bytes - taken - self._buckets(group.tensor)
+        return group.memory_bytes - taken - self._buckets(group.tensor, group.expert)
 
-    def _buckets(self, tensor: int) -> float:
+    def _buckets(self, tensor: int, expert: int) -> float:
         """Bytes of buckets that a device has beside its state where replicas divide it, if it has no layer but
         blocks."""
         if not self.prices.stack.zero or not self.prices.runs:
             return 0.0
-        if tensor not in self._of_buckets:
+        key = (tensor, expert)
+        if key not in self._of_buckets:
             kinds = self.prices.profile.layers
             blocks = [place for place, kind in enumerate(kinds) if self.prices.repeats(kind)] or range(len(kinds))
             num = BUCKETS[self.prices.stack.zero - 1]
-            self._of_buckets[tensor] = num * min(
-                self.prices.largest_bucket(self.pools[0].ranks, blocks, tensor, divided=True),
-                sum(self.prices.parameters(blocks, tensor)) * self.prices.gradient_bytes,
+            self._of_buckets[key] = num * min(
+                self.prices.largest_bucket(self.pools[0].ranks, blocks, tensor, expert, divided=True),
+                sum(self.prices.parameters(blocks, tensor, expert)) * self.prices.gradient_bytes,
             )
-        return self._of_buckets[tensor]
+        return self._of_buckets[key]
 
     def _table(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
         """The quantities of `row_table` (first axis) of each kind of layer (second axis) on a group."""

@@ -5,9 +5,10 @@ or several types; a mesh of data x (tensor or expert) on them, each stage its ow
 slice; the same number of micro-batches for all, the last of which may have fewer rows; a schedule. Constraints: every
 device holds its part with the micro-batches that the schedule keeps in flight; every rank is used once at most; what is
 fixed stays.
-The space excludes different pipelines in parallel, which no executor runs. Recompute and state that replicas divide
-(ZeRO) are part of it where nothing fits without: then plans are searched under each rule and level for all stages, or
-under both where neither is enough, and each stage of those that are found gets the least with which it still fits.
+The space excludes different pipelines in parallel, which no executor runs. Recompute, state that replicas divide (ZeRO)
+and state or activations on hosts are part of it where nothing fits without: then plans are searched under each rule and
+level for all stages, under both where neither is enough, and at last with some of it on hosts; each stage of those that
+are found gets the least with which it still fits.
 
 Method, for clusters of any size:
 
@@ -42,12 +43,14 @@ from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.ir.state import LEVELS, StateSharding
-from whale.ir.strategy import RECOMPUTES, Recompute
+from whale.ir.strategy import RECOMPUTES, Offload, Recompute
 from whale.planner.balance.least_recompute import least_steps
+from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.stage import CostModel, Memo
 from whale.planner.search.evaluate import fitted
 from whale.planner.search.plan_search import PlanSearch, best_of, step_seconds
 from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, Progress, SearchSettings
+from whale.planner.search.remedies import hosts_hold
 from whale.planner.search.space import Chain, pools_of
 from whale.planner.search.table import CostTable
 
@@ -131,43 +134,55 @@ def search(
             ended.append(error)
             return None
 
-    rule: Recompute = "none" if settings.recompute == "auto" else settings.recompute
-    level: int = 0 if settings.zero == "auto" else settings.zero
-    last = under(prices.under(rule, level))
+    last = under(prices.under(*settings.way))
+    overfull: list[PlanSearch] = []  # whose state no hosts hold
     if (first := run(last)) is not None:
         return _aligned(first, settings)
     found = []
-    for ways in _ways(settings, len(cluster.devices)):
+    for ways in _ways(settings, cluster):
         if last.stopped():
             break
-        for rule, level in ways:
+        for way in ways:
+            rule = way[0]
             if rule not in prices.profile.rules and with_rules is not None and profile.rules != RECOMPUTES:
                 prices = replace(prices, profile=with_rules(), memo=Memo())
             if rule in prices.profile.rules and not last.stopped():
-                last = under(prices.under(rule, level))
-                if (one := run(last)) is not None:
+                last = under(prices.under(*way))
+                if not hosts_hold(last.meshes.prices):
+                    overfull.append(last)
+                elif (one := run(last)) is not None:
                     found.append(one)
         if found:
             break
     if not found and ended:
         raise ended[0]
+    for other in overfull if not found else ():  # the first that fits on devices says what hosts would need
+        run(other)
+        if other.best:
+            last = other
+            break
     if not found:
         weighed, given = last.meshes.prices, settings.recompute
         if given != "auto" and given != "full" and with_rules is not None and profile.rules != RECOMPUTES:
-            weighed = replace(prices, profile=with_rules(), memo=Memo()).under(given, prices.stack.zero)
+            weighed = replace(prices, profile=with_rules(), memo=Memo()).under(*settings.way)
         raise InfeasibleError(last.shortage(weighed))
     return _aligned(_with_least(prices, found, batch, settings), settings)
 
 
-def _ways(settings: SearchSettings, num_devices: int) -> Iterator[list[tuple[Recompute, int]]]:
-    """Changes to try where nothing fits, those first that cost least: one of rule and level, then both."""
+def _ways(settings: SearchSettings, cluster: Cluster) -> Iterator[list[tuple[Recompute, int, Offload]]]:
+    """Changes to try where nothing fits, those first that cost least: one of rule and level, then both, and what is on
+    the host, with these or without."""
     rules = RECOMPUTES[1:] if settings.recompute == "auto" else ()
-    levels = (1, 3) if settings.zero == "auto" and num_devices > 1 else ()
-    rule: Recompute = "none" if settings.recompute == "auto" else settings.recompute
-    level = 0 if settings.zero == "auto" else settings.zero
-    yield [*((rule, one) for one in levels), *((one, level) for one in rules)]
+    levels = (1, 3) if settings.zero == "auto" and len(cluster.devices) > 1 else ()
+    rule, level, offload = settings.way
+    yield [*((rule, one, offload) for one in levels), *((one, level, offload) for one in rules)]
     if rules and levels:
-        yield [(one, levels[-1]) for one in rules]
+        yield [(one, levels[-1], offload) for one in rules]
+    if settings.offload == "auto" and has_hosts(cluster):
+        each: tuple[int, ...] = (1, 3) if settings.zero == "auto" else (max(1, level),)
+        yield [*((rule, one, "state") for one in each), (rule, level, "activations")]
+        most = (*rules, rule)[len(rules) - 1]
+        yield [*((most, one, "state") for one in each if rules), (most, each[-1], "both")]
 
 
 def _aligned(found: Found, settings: SearchSettings) -> Found:
@@ -209,19 +224,26 @@ def _with_least(prices: CostModel, found: Sequence[Found], batch: int, settings:
 
 
 def _least(prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings) -> Candidate:
-    """A candidate with the least level and the least recompute in each stage with which it fits, whichever is decided
-    first."""
+    """A candidate with the least on the host in each stage with which it fits, then with the least level and the least
+    recompute, whichever is decided first."""
     ranks = [stage.ranks for stage in candidate.stages]
 
     def under(
-        rules: Sequence[Recompute] | None = None, levels: Sequence[int] | None = None, of: Candidate = candidate
+        rules: Sequence[Recompute] | None = None,
+        levels: Sequence[int] | None = None,
+        words: Sequence[Offload] | None = None,
+        of: Candidate = candidate,
     ) -> Candidate:
         stages = list(of.stages)
+        if words is not None:
+            stages = [replace(own, offload=word) for own, word in zip(stages, words, strict=True)]
         if rules is not None:
             stages = [replace(own, recompute=rule) for own, rule in zip(stages, rules, strict=True)]
         if levels is not None:
             stages = [
-                replace(own, state=StateSharding(level) if level else None)
+                replace(
+                    own, state=StateSharding(max(level, int(own.state_on_host))) if level or own.state_on_host else None
+                )
                 for own, level in zip(stages, levels, strict=True)
             ]
         count, schedule = candidate.micro_batches, candidate.schedule
@@ -240,5 +262,16 @@ def _least(prices: CostModel, candidate: Candidate, batch: int, settings: Search
         least = under(levels=levels, of=of)
         return least if least.prediction.fits else of
 
-    both = (least_levels(least_rules(candidate)), least_rules(least_levels(candidate)))
+    def least_offload(of: Candidate) -> Candidate:
+        words = {stage.offload for stage in of.stages} - {"none"}
+        if settings.offload != "auto" or not words:
+            return of
+        ladder: tuple[Offload, ...] = ("none", "state", "both") if "both" in words else ("none", *words)
+        least = under(
+            words=least_steps(ranks, ladder, lambda words: under(words=words, of=of).prediction.memory), of=of
+        )
+        return least if least.prediction.fits else of
+
+    start = least_offload(candidate)
+    both = (least_levels(least_rules(start)), least_rules(least_levels(start)))
     return min(both, key=step_seconds)

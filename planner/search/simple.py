@@ -58,9 +58,7 @@ def simple_plans(
         batch=batch,
         gradient_dtype=settings.gradient_dtype,
         known=known,
-    ).under(
-        "none" if settings.recompute == "auto" else settings.recompute, 0 if settings.zero == "auto" else settings.zero
-    )
+    ).under(*settings.way)
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
     meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain)
     most = min(len(chain), settings.max_stages or len(chain))

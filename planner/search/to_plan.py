@@ -52,16 +52,18 @@ def plan_of(
         schedule=candidate.schedule,
         annotations=dict(annotations),
         stages=tuple(
-            _plan_stage(stage, own, ragged, ruled=any(one.recompute != "none" for one in candidate.stages))
+            _plan_stage(stage, own, ragged, candidate.stages)
             for stage, own in zip(candidate.stages, uneven, strict=True)
         ),
     )
     return plan.with_prediction(candidate.prediction, candidate.workload)
 
 
-def _plan_stage(stage: StageChoice, shares: tuple[float, ...], ragged: bool, *, ruled: bool) -> PlanStage:
+def _plan_stage(
+    stage: StageChoice, shares: tuple[float, ...], ragged: bool, stages: Sequence[StageChoice]
+) -> PlanStage:
     """With its rows where they are not equal, or say how large a micro-batch is that does not divide the batch; with
-    its rule of recompute where any stage has one."""
+    its rule of recompute, and what it has on the host, where any of *stages* has some."""
     axes = []
     if stage.data > 1:
         rows = stage.rows if ragged or len(set(stage.rows)) > 1 else ()
@@ -73,8 +75,9 @@ def _plan_stage(stage: StageChoice, shares: tuple[float, ...], ragged: bool, *, 
     return PlanStage(
         ranks=stage.ranks,
         axes=tuple(axes),
-        recompute=stage.recompute if ruled else None,
+        recompute=stage.recompute if any(one.recompute != "none" for one in stages) else None,
         state=_plan_state(stage),
+        offload=stage.offload if any(one.offload != "none" for one in stages) else None,
     )
 
 

@@ -174,8 +174,7 @@ def test_predicted_bytes_are_the_counted_ones(
         precision=options.get("precision"),
         gradient_dtype=options.get("gradient_dtype"),
         state=StateSharding(zero, tuple(options.get("state_shares", ()))) if (zero := options.get("zero")) else None,
-        state_on_host=options.get("offload") == "state",
-        offload_activations=options.get("offload") == "activations",
+        offload=options.get("offload", "none"),
     )
     compilation = compile_model(model, tokens(16, 24), Cluster.homogeneous(2), chosen, device="cpu", training=True)
     found = worlds.run(2, counted, layout, options, optimizer)

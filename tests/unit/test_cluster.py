@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from whale.errors import InputFileError, PlanMismatchError, UsageError
-from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.cluster import Cluster, DeviceType, HostMemory, Link
+from whale.ir.plan import cluster_hash
 from whale.planner.catalog import device_types
+from whale.planner.cost.hosts import host_of, host_text, link_to_host
 
 TOML = """\
 [links]
@@ -228,7 +230,7 @@ def test_a_device_type_without_a_usable_speed_is_refused(speed: dict[str, float]
 def test_the_schema_of_the_file_is_published() -> None:
     schema = Cluster.schema()
     assert schema["additionalProperties"] is False
-    assert set(schema["properties"]) == {"format_version", "links", "nodes", "device_types"}
+    assert set(schema["properties"]) == {"format_version", "links", "host_memory", "nodes", "device_types"}
     between = schema["$defs"]["_InterNodeLink"]
     assert set(between["properties"]) == {"bandwidth", "latency", "adapters", "network"}
     assert between["required"] == ["bandwidth", "latency"]
@@ -294,3 +296,51 @@ def test_hosts_are_named_once_for_all_nodes(old: str, new: str, message: str) ->
     with pytest.raises(InputFileError) as error:
         parse(HOSTS.replace(old, new))
     assert message in str(error.value)
+
+
+MEMORY = """
+[links]
+inter_node = {bandwidth = "50 Gbit/s", latency = "30 us"}
+[[nodes]]
+devices = 8
+device = "V100-SXM2-32GB"
+[[nodes]]
+devices = 2
+device = "A100-SXM4-80GB"
+host_memory = {size = "1 TiB", device_link = "20 GB/s"}
+"""
+
+
+def test_a_node_has_memory_of_its_own() -> None:
+    plain = parse(MEMORY)
+    assert plain.nodes[0].host_memory == HostMemory()
+    assert plain.nodes[1].host_memory == HostMemory(size_bytes=2**40, device_link=20e9)
+    told = parse('host_memory = {size = "736 GiB", bandwidth = "180 GB/s"}' + MEMORY)
+    assert told.nodes[0].host_memory == HostMemory(size_bytes=736 * 2**30, bandwidth=180e9)
+    assert told.nodes[1].host_memory == HostMemory(size_bytes=2**40, bandwidth=180e9, device_link=20e9)
+    assert cluster_hash(told) != cluster_hash(plain)
+
+
+def test_memory_of_hosts_that_is_not_given_is_assumed_and_said() -> None:
+    plain = parse(MEMORY)
+    first, second = (host_of(plain, node) for node in plain.nodes)
+    assert (first.memory_bytes, first.assumed) == (512 * 2**30, ("memory_bytes", "bandwidth"))
+    assert (second.memory_bytes, second.assumed) == (2**40, ("bandwidth",))
+    assert [link_to_host(plain, rank) for rank in (0, 8)] == [pytest.approx(0.8 * 15.75e9), 20e9]
+    said = list(host_text(plain))
+    assert any("size 512.0 GiB, bandwidth 200 GB/s; host_memory in the cluster file" in text for text in said)
+    whole = 'host_memory = {size = "736 GiB", bandwidth = "180 GB/s", device_link = "11 GB/s"}'
+    assert not list(host_text(parse(whole + MEMORY)))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('host_memory = {size = "736"}', "host_memory.size"),
+        ('host_memory = {memory = "736 GiB"}', "unknown key 'memory'"),
+        ('host_memory = {device_link = "12 GiB"}', "host_memory.device_link"),
+    ],
+)
+def test_a_mistake_in_the_memory_of_hosts_is_named(line: str, message: str) -> None:
+    with pytest.raises(InputFileError, match=message):
+        parse(line + MEMORY)

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from whale.cli.app import app
 from whale.cli.doctor import _as_text, examine
-from whale.cli.machine import device_links, network_adapters
+from whale.cli.machine import device_links, host_rates, network_adapters
 from whale.ir.profile import LinkCurve, ModelProfile
 
 FILE = """\
@@ -80,6 +80,31 @@ def test_one_device_has_no_links_to_show(tmp_path: Path) -> None:
     assert data["collectives"] == []
     shown = run("--cluster", str(path))
     assert shown.exit_code == 0 and "cluster: 1 node, 1 device\n" in shown.stdout
+
+
+def test_memory_of_hosts_is_shown_with_what_is_assumed(file: Path) -> None:
+    file.write_text('host_memory = {size = "1 TiB"}\n' + FILE)
+    twins, lab = json.loads(run("--cluster", str(file), "--json").stdout)["nodes"]
+    assert twins["host"] == {
+        "memory_bytes": 2**40,
+        "bandwidth": 200e9,
+        "device_link": pytest.approx(25.2e9),
+        "assumed": ["bandwidth"],
+    }
+    assert lab["host"]["assumed"] == ["bandwidth", "device_link"]
+    assert "1024.0 GiB" in run("--cluster", str(file)).stdout
+
+
+def test_the_speed_of_the_memory_is_measured_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[str] = []
+    found = host_rates(0, problems)
+    assert found["bandwidth"] > 1e8
+    assert (found["devices"], problems) == ([], [])
+    report = examine()
+    report["host"]["devices"] = [{"index": 0, "to_device": 12.3e9, "from_device": 12.9e9}]
+    text = _as_text(report)
+    assert "GB/s with" in text
+    assert "12.3 GB/s to it, 12.9 GB/s from it" in text
 
 
 def test_a_bad_cluster_file_is_exit_code_3(file: Path) -> None:

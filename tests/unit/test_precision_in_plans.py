@@ -72,7 +72,8 @@ def test_the_search_counts_what_the_compiled_plan_holds_and_takes(name: str, set
         loaded.model, loaded.batch, tensor_degrees=(1, 2), captured=trial.captured, precision="bf16"
     )
     plans = [stages(layout, profile) for layout in ("data", "pipeline of data", "pipeline")]
-    # Compiled plans of a search count one message in flight too many, which weighs more beside activations in bfloat16; against the whole step the search is within 0.96 here too.
+    # Compiled plans of a search count one message in flight too many, which weighs more beside activations in
+    # bfloat16; against the whole step the search is within 0.96 here too.
     for choice in compare(trial, profile, plans, "bf16", seconds=True, below=0.92):
         assert choice.plan.precision == "bf16"
         assert choice.plan.prediction_is_current

@@ -12,6 +12,8 @@ from whale.cli.model_loader import LoadedModel
 from whale.errors import UsageError
 
 if TYPE_CHECKING:
+    from whale.ir.cluster import Cluster
+    from whale.ir.plan import Plan
     from whale.ir.profile import ModelProfile
 
 __all__ = [
@@ -115,6 +117,13 @@ def said_of_optimizer() -> tuple[str, ...]:
     if "optimizer" not in context.params or is_given("optimizer"):
         return ()
     return (f"the state of {context.params['optimizer']} in memory; --optimizer NAME changes it",)
+
+
+def said_of_hosts(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
+    """Assumptions about the memory of hosts, if a plan uses it."""
+    from whale.planner.cost.hosts import host_text
+
+    return tuple(host_text(cluster)) if any(stage.offload not in (None, "none") for stage in plan.stages) else ()
 
 
 def assumptions_text(said: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from whale.errors import WhaleError
 from whale.ir.cluster import Cluster, DeviceType, Link, Node
 from whale.ir.units import bytes_text
 from whale.planner.catalog import device_types, device_types_with, sources
+from whale.planner.cost.hosts import host_of
 from whale.planner.network.communication import collective
 from whale.planner.network.links import LinkKind
 from whale.planner.network.topology import Topology
@@ -49,10 +50,11 @@ def _nodes(topology: Topology) -> Iterator[dict[str, Any]]:
     devices = topology.cluster.devices
 
     def links_and_types(node: Node) -> tuple[Any, ...]:
-        return [devices[rank].type.name for rank in node.ranks], node.intra, node.inter
+        return [devices[rank].type.name for rank in node.ranks], node.intra, node.inter, node.host_memory
 
     for _, run in groupby(topology.cluster.nodes, key=links_and_types):
         nodes = list(run)
+        host = host_of(topology.cluster, nodes[0])
         first, own = nodes[0], devices[nodes[0].ranks[0]].type.intra_node
         yield {
             "count": len(nodes),
@@ -70,6 +72,12 @@ def _nodes(topology: Topology) -> Iterator[dict[str, Any]]:
                 **_link(first.inter, topology.inter_kind(first)),
                 "adapters": first.inter.num_adapters,
                 "source": "the file",
+            },
+            "host": {
+                "memory_bytes": host.memory_bytes,
+                "bandwidth": host.bandwidth,
+                "device_link": host.device_link,
+                "assumed": list(host.assumed),
             },
         }
 
@@ -150,6 +158,17 @@ def cluster_text(data: dict[str, Any]) -> str:
         for where in ("intra_node", "inter_node")
         if (link := entry[where]) is not None
     ]
+    hosts = [
+        [
+            " to ".join(entry["names"]),
+            bytes_text(host["memory_bytes"]),
+            f"{host['bandwidth'] / 1e9:g} GB/s",
+            f"{host['device_link'] / 1e9:.4g} GB/s",
+            ", ".join(name.replace("_bytes", "").replace("_", " ") for name in host["assumed"]),
+        ]
+        for entry in data["nodes"]
+        if (host := entry["host"])
+    ]
     types = [
         [
             entry["name"],
@@ -181,6 +200,9 @@ def cluster_text(data: dict[str, Any]) -> str:
             "devices", ["type", "memory", "memory bandwidth", "TFLOP/s without sparsity", "figures from"], types
         ),
     ]
+    parts.append(
+        text_table("memory of hosts", ["nodes", "memory", "bandwidth", "link of each device", "assumed"], hosts)
+    )
     if links:
         columns = ["nodes", "link", "bandwidth", "latency", "adapters", "kind", "large messages reach", "from"]
         parts.append(text_table("links, in one direction", columns, links))

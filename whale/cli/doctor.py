@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import whale
-from whale.cli.machine import device_links, network_adapters
+from whale.cli.machine import device_links, host_rates, network_adapters
 from whale.cli.options import note, verbosity_options
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.units import bytes_text
@@ -96,8 +96,8 @@ def examine() -> dict[str, Any]:
 
     Returns:
         A value that JSON can hold, with the keys ``whale``, ``python``, ``platform``, ``packages``, ``torch``,
-        ``devices``, ``links`` (between CUDA devices), ``network``, ``backends``, ``cores``, ``memory_bytes``,
-        ``environment`` and ``problems`` (sentences, empty when all is well).
+        ``devices``, ``links`` (between CUDA devices), ``host`` (bytes per second, see `host_rates`), ``network``,
+        ``backends``, ``cores``, ``memory_bytes``, ``environment`` and ``problems`` (sentences, empty when all is well).
     """
     problems: list[str] = []
     report: dict[str, Any] = {
@@ -112,6 +112,7 @@ def examine() -> dict[str, Any]:
         "torch": None,
         "devices": [],
         "links": [],
+        "host": {},
         "network": network_adapters(),
         "backends": {},
         "problems": problems,
@@ -135,6 +136,7 @@ def examine() -> dict[str, Any]:
         problems.append("this build of torch has no torch.distributed: only one process can train")
     report["devices"] = _cuda_devices(problems)
     report["links"] = device_links(len(report["devices"]), problems)
+    report["host"] = host_rates(len(report["devices"]), problems)
     if report["devices"] and not report["backends"].get("nccl", False):
         problems.append("there are CUDA devices, but this build of torch has no NCCL")
     return report
@@ -215,10 +217,23 @@ def _as_text(report: dict[str, Any]) -> str:
     rows.append(("cores", f"{cores['usable']} usable of {cores['present']}"))
     if memory["total"] is not None and memory["available"] is not None:
         rows.append(("memory", f"{bytes_text(memory['total'])}, {bytes_text(memory['available'])} available"))
+    rows += _host_rows(report["host"])
     rows += sorted(report["environment"].items())
     rows += [("problem", problem) for problem in report["problems"]]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _host_rows(host: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of what was measured of the memory, with the words of a cluster file."""
+    rows = []
+    if host.get("bandwidth"):
+        threads = f"{host['threads']} thread{'s' if host['threads'] != 1 else ''}"
+        rows.append(("memory bandwidth", f"{host['bandwidth'] / 1e9:.3g} GB/s with {threads} of torch"))
+    for device in host.get("devices", ()):
+        ways = f"{device['to_device'] / 1e9:.3g} GB/s to it, {device['from_device'] / 1e9:.3g} GB/s from it"
+        rows.append((f"host and cuda:{device['index']}", ways))
+    return rows
 
 
 def _link(link: dict[str, Any]) -> tuple[list[int], str]:

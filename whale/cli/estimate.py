@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,14 @@ from whale.cli.options import (
     GRADIENT_DTYPE_HELP,
     Numbers,
     note,
+    offload_option,
     sharding_of,
     state_options,
     verbosity_options,
 )
 from whale.errors import UsageError
 from whale.ir.state import LEVELS
+from whale.ir.strategy import OFFLOADS
 from whale.ir.units import bytes_text
 from whale.planner.schedules.orders import SCHEDULES
 
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 @click.option("--schedule", default="1f1b", metavar="NAME", help=f"One of {', '.join(SCHEDULES)} [1f1b].")
 @click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="[none]")
 @state_options(0, "0")
+@offload_option("none", "none")
 @click.option(
     "--sequence-parallel/--no-sequence-parallel",
     default=None,
@@ -90,9 +94,11 @@ def estimate(
     from whale.cli.clusters import load_cluster
     from whale.planner.cost.configuration import Configuration
     from whale.planner.cost.estimate import estimate as predict
+    from whale.planner.cost.hosts import host_text
 
     zero, shares = degrees.pop("zero"), degrees.pop("state_shares")
-    asked = sharding_of(zero, shares, degrees.pop("state_align"))
+    offload = degrees.pop("offload")
+    asked = sharding_of(zero, shares, degrees.pop("state_align"), offload)
     auto_shares = shares == "auto"
     configuration = Configuration(
         **degrees, zero=asked.level if asked is not None else 0, state_shares=asked.shares if asked is not None else ()
@@ -106,20 +112,23 @@ def estimate(
         raise UsageError("--state-shares: stacks other than Whale's divide state equally; leave it out")
     if configuration.gradient_dtype is not None and (beyond or configuration.stack not in (None, "whale")):
         raise UsageError("--gradient-dtype: other stacks sum gradients in a number type of their own; leave it out")
+    if offload != "none" and (beyond or configuration.stack not in (None, "whale")):
+        raise UsageError("--offload: it is priced as Whale runs it, not as other stacks do; leave it out")
     if not beyond and configuration.stack is None:
         configuration = replace(configuration, stack="whale")
     if beyond and as_whale:
         note("for what Whale does, make the profile with 'whale profile model', and with its --precision bf16 or fp16")
     cluster = load_cluster(cluster_file, profile)
     levels = LEVELS if zero == "auto" else (configuration.zero,)
-    for level in levels:  # the first that fits
-        configuration = replace(configuration, zero=level, auto_shares=auto_shares and level > 0)
+    for word, level in product(OFFLOADS if offload == "auto" else (offload,), levels):  # the first that fits
+        configuration = replace(configuration, zero=level, auto_shares=auto_shares and level > 0, offload=word)
         found = predict(profile, cluster, configuration)
         if found.prediction.fits:
             break
     if configuration.balance == "speed" and configuration.layers_per_stage is not None:
         note("--balance speed balances the rows of replicas only, because --layers-per-stage is given")
-    said = (*said, *_defaults(configuration), *found.assumptions)
+    hosts = host_text(cluster) if configuration.offload != "none" else ()
+    said = (*said, *_defaults(configuration), *found.assumptions, *hosts)
     beyond = [] if configuration.stack == "whale" else beyond
     click.echo(json.dumps(as_data(found, said, beyond), indent=2) if as_json else as_text(found, said, beyond))
 
@@ -203,6 +212,7 @@ def as_data(found: Estimate, said: Sequence[str], beyond: Sequence[str]) -> dict
         "breakdown": prediction.breakdown,
         "breakdown_rank": prediction.breakdown_rank,
         "memory": {"fullest": fullest.device, **_parts(fullest), "total": fullest.total, "capacity": fullest.capacity},
+        "hosts": [{**host.model_dump(), "total": host.total} for host in prediction.hosts],
         "devices": [{"device": device.device, **_parts(device), "total": device.total} for device in prediction.memory],
         "tokens_per_second": found.tokens_per_second,
         "samples_per_second": given.batch / prediction.step_seconds,
@@ -236,7 +246,12 @@ def as_text(found: Estimate, said: Sequence[str], beyond: Sequence[str]) -> str:
         f"speed    {_speed(found)}  {prediction.mfu:.1%} MFU  "
         f"{prediction.flops / seconds / len(found.layout.order) / 1e12:.1f} TFLOP/s per device",
         f"memory   {bytes_text(fullest.total)} of {bytes_text(fullest.capacity)} on {fullest.device} "
-        f"({fullest.total / fullest.capacity:.0%}): {'fits' if prediction.fits else 'DOES NOT FIT'}",
+        f"({fullest.total / fullest.capacity:.0%}): {'fits' if fullest.total <= fullest.capacity else 'DOES NOT FIT'}",
+        *(
+            f"host     {bytes_text(host.total)} of {bytes_text(host.capacity)} on {host.node} "
+            f"({host.total / host.capacity:.0%}): {'fits' if host.total <= host.capacity else 'DOES NOT FIT'}"
+            for host in prediction.hosts
+        ),
         "",
         f"where the time goes on rank {prediction.breakdown_rank}, the busiest",
     ]

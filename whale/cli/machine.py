@@ -1,5 +1,6 @@
-"""How the devices of this machine hang together, as far as it tells without measuring: peer access and NVLink between
-CUDA devices, and the speeds of its network adapters. torch is loaded only where there are CUDA devices.
+"""How the devices of this machine hang together: peer access and NVLink between CUDA devices, and the speeds of its
+network adapters, as far as it tells them; and how fast its memory is, and copies between it and devices, as measured in
+some tenths of a second.
 """
 
 from __future__ import annotations
@@ -7,9 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["device_links", "network_adapters"]
+__all__ = ["device_links", "host_rates", "network_adapters"]
 
 SYSTEM = Path("/sys/class")
+
+COPIED_BYTES = 2**26
+"""Bytes of a measured copy: larger than caches, and small beside any memory."""
+RATE_SECONDS = 0.1
+"""Seconds of each measurement."""
 
 
 def device_links(num_devices: int, problems: list[str]) -> list[dict[str, Any]]:
@@ -36,6 +42,32 @@ def device_links(num_devices: int, problems: list[str]) -> list[dict[str, Any]]:
     except RuntimeError as error:
         problems.append(f"peer access between CUDA devices cannot be read: {error}")
     return links
+
+
+def host_rates(num_devices: int, problems: list[str]) -> dict[str, Any]:
+    """Bytes per second of this machine's memory, read and written by the threads of this process (``threads``), and to
+    and from each CUDA device, one at a time, in pinned memory.
+
+    What fails is added to *problems*.
+    """
+    import torch
+
+    from whale.runtime.probe import copy_seconds, host_copy_seconds
+
+    found: dict[str, Any] = {"bandwidth": None, "threads": torch.get_num_threads(), "devices": []}
+    try:
+        spent = copy_seconds(COPIED_BYTES, device=torch.device("cpu"), seconds=RATE_SECONDS)
+        found["bandwidth"] = COPIED_BYTES / spent.seconds
+        for index in range(num_devices):
+            ways = {}
+            for way, to_device in (("to_device", True), ("from_device", False)):
+                device = torch.device("cuda", index)
+                own = host_copy_seconds(COPIED_BYTES, device=device, to_device=to_device, seconds=RATE_SECONDS)
+                ways[way] = COPIED_BYTES / own.seconds
+            found["devices"].append({"index": index, **ways})
+    except RuntimeError as error:
+        problems.append(f"the speed of the memory cannot be measured: {error}")
+    return found
 
 
 def _nvlinks() -> list[list[int]] | None:

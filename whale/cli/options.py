@@ -9,6 +9,7 @@ import click
 
 from whale.errors import UsageError
 from whale.ir.state import LEVELS, StateSharding
+from whale.ir.strategy import OFFLOADS, Offload
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -133,17 +134,31 @@ def state_options(default: Any, otherwise: str, *, shares: bool = True) -> Calla
     return added
 
 
+def offload_option(default: Any, otherwise: str) -> Callable[[_Function], _Function]:
+    """Give a verb ``--offload``: what is in the memory of hosts; *otherwise* is what *default* means, in the help."""
+    return click.option(
+        "--offload",
+        type=click.Choice((*OFFLOADS, "auto")),
+        default=default,
+        help="What is in the host's memory: activations, state (parameters, gradients, optimizer states), or both; "
+        f"auto: the least that fits, by stage [{otherwise}].",
+    )
+
+
 def sharding_of(
-    zero: int | Literal["auto"] | None, shares: tuple[float, ...] | Literal["auto"] | None, align: Any
+    zero: int | Literal["auto"] | None,
+    shares: tuple[float, ...] | Literal["auto"] | None,
+    align: Any,
+    offload: Offload | Literal["auto"] | None = None,
 ) -> StateSharding | None:
     """How replicas divide their state, by these options; with ``auto`` how they do whatever the level and shares.
 
     Raises:
         UsageError: they contradict each other.
     """
-    if not zero and (shares or align):
+    if not zero and offload not in ("state", "both") and (shares or align):
         raise UsageError("--state-shares and --state-align say how --zero divides the state: give --zero 1, 2 or 3")
-    level = 1 if zero == "auto" else zero
+    level = 1 if zero == "auto" or (offload in ("state", "both") and not zero) else zero
     own = shares if isinstance(shares, tuple) else ()
     return None if level is None else StateSharding(level, own, align or "row")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from whale.cli.assumptions import assumptions_text, autocast_of, in_precision, said_of_model
+from whale.cli.assumptions import assumptions_text, autocast_of, in_precision, said_of_hosts, said_of_model
 from whale.cli.clusters import load_cluster
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
 from whale.cli.model_loader import load_model, parse_settings
@@ -24,6 +24,7 @@ from whale.cli.options import (
     GRADIENT_DTYPE_HELP,
     PRECISION_HELP,
     note,
+    offload_option,
     sharding_of,
     state_options,
     verbosity_options,
@@ -31,8 +32,8 @@ from whale.cli.options import (
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import RECOMPUTES, Recompute
-from whale.planner.cost.optimizers import OPTIMIZERS
+from whale.ir.strategy import RECOMPUTES, Offload, Recompute
+from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
     from whale.commands.plan_writer import Choice
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     help="What backwards compute again; auto: the least that fits, stage by stage [as annotated, else none].",
 )
 @state_options(None, "as annotated, else 0")
+@offload_option(None, "as annotated, else none")
 @click.option(
     "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."
 )
@@ -83,6 +85,7 @@ def plan(
     zero: int | Literal["auto"] | None,
     state_shares: tuple[float, ...] | Literal["auto"] | None,
     state_align: Align | None,
+    offload: Offload | Literal["auto"] | None,
     optimizer: Any,
     output: Path | None,
     as_json: bool,
@@ -119,12 +122,16 @@ def plan(
         for given, option in ((settings, "--set"), (precision, "--precision"), (optimizer != "adamw", "--optimizer")):
             if given:
                 raise UsageError(f"{option} is for --model")
-        state = _of_level(zero, state_shares, state_align)
+        state = _of_level(zero, state_shares, state_align, offload)
         size = (batch_size, micro_batches, schedule, stages or 1, replicas)
-        choice = _of_profile(profile, cluster, *size, recompute, state, gradient_dtype)
+        choice = _of_profile(profile, cluster, *size, recompute, state, gradient_dtype, offload)
         _show(choice.plan, choice.prediction, choice.candidate.workload, cluster, output, as_json)
         return
-    state = sharding_of(zero, state_shares, state_align)
+    if costs_of(optimizer).factored and (zero or offload in ("state", "both")):
+        if state_align == "row":
+            raise UsageError(f"--state-align row: {optimizer} computes with whole matrices; use parameter")
+        state_align = "parameter"
+    state = sharding_of(zero, state_shares, state_align, offload)
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
 
     from whale.annotations import module_scopes
@@ -200,6 +207,7 @@ def plan(
             gradient_dtype=gradient_dtype,
             recompute="none" if recompute is None or recompute == "auto" else recompute,
             state=None if zero == "auto" else state,
+            offload="none" if offload is None or offload == "auto" else offload,
         ),
         rows=rows,
         name=loaded.name,
@@ -207,12 +215,14 @@ def plan(
         least=recompute == "auto",
         least_state=state if zero == "auto" else None,
         auto_shares=state_shares == "auto" or (zero == "auto" and state_shares is None),
+        least_offload=offload == "auto",
     )
     why = [f"why: {reason}" for reason in found.reasons]
     if found.even is not None and found.even is not found.predicted:
         even, step = found.even.prediction.step_seconds, found.predicted.prediction.step_seconds
         why.insert(0, f"even shares: {milliseconds(even)}, {even / step:.2f} times as long")
-    made = found.plan.model_copy(update={"assumptions": said_of_model(loaded, precision, rows=rows)})
+    said = (*said_of_model(loaded, precision, rows=rows), *said_of_hosts(found.plan, cluster))
+    made = found.plan.model_copy(update={"assumptions": said})
     _show(made, found.predicted.prediction, found.predicted.workload, cluster, output, as_json, why)
 
 
@@ -227,6 +237,7 @@ def _of_profile(
     recompute: Recompute | Literal["auto"] | None,
     state: StateSharding | None,
     gradient_dtype: str | None,
+    offload: Offload | Literal["auto"] | None,
 ) -> Choice:
     """The plan of a profile alone, which has no annotations."""
     from whale.commands.searching import plan_pipeline
@@ -246,6 +257,7 @@ def _of_profile(
         recompute=recompute or "none",
         state=state,
         gradient_dtype=gradient_dtype,
+        offload=_of_word(offload),
     )
 
 
@@ -253,11 +265,21 @@ def _of_level(
     zero: int | Literal["auto"] | None,
     shares: tuple[float, ...] | Literal["auto"] | None,
     align: Align | None,
+    offload: Offload | Literal["auto"] | None,
 ) -> StateSharding | None:
     """How replicas divide their state, where there is no model."""
     if zero == "auto" or shares == "auto":
         raise UsageError("--zero auto and --state-shares auto count the bytes of a model: give --model, or numbers")
-    return sharding_of(zero, shares, align)
+    return sharding_of(zero, shares, align, offload)
+
+
+def _of_word(offload: Offload | Literal["auto"] | None) -> Offload:
+    """The word for what is on the host, where there is no model."""
+    if offload == "auto":
+        raise UsageError(
+            "--offload auto counts the bytes of a model: give --model, or one of none, activations, state, both"
+        )
+    return offload or "none"
 
 
 def _show(

@@ -18,13 +18,14 @@ __all__ = ["command", "fullest", "memory_text", "stage_table", "step_lines"]
 
 
 def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster: Cluster) -> str:
-    """A row for each stage: its ranks, devices, mesh, rule of recompute and state if any has one, time and fullest
-    device."""
+    """A row for each stage: its ranks, devices, mesh, rule of recompute, state and offload if any has one, time and
+    fullest device."""
     from whale.planner.simulation.gantt import milliseconds
 
     memory = {device.rank: device for device in prediction.memory}
     ruled = any(stage.recompute not in (None, "none") for stage in plan.stages)
     divided = any(stage.state is not None and stage.state.level for stage in plan.stages)
+    hosted = any(stage.offload not in (None, "none") for stage in plan.stages)
     rows = []
     for index, (stage, work) in enumerate(zip(plan.stages, workload.stages, strict=True)):
         axes = [f"{axis.name} {axis.size}{_shares(axis.shares)}" for axis in stage.axes or ()]
@@ -38,11 +39,12 @@ def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster:
                 "; ".join(axes) or "one device",
                 *([stage.recompute or "none"] if ruled else []),
                 *([_state(stage.state)] if divided else []),
+                *([stage.offload or "none"] if hosted else []),
                 milliseconds(max(tasks)),
                 memory_text(fullest([memory[rank] for rank in stage.ranks if rank in memory])),
             ]
         )
-    more = [*(["recompute"] if ruled else []), *(["zero"] if divided else [])]
+    more = [*(["recompute"] if ruled else []), *(["zero"] if divided else []), *(["offload"] if hosted else [])]
     return text_table("", ["stage", "ranks", "devices", "mesh", *more, "a micro-batch", "fullest device"], rows)
 
 
@@ -58,6 +60,11 @@ def step_lines(plan: Plan, prediction: Prediction) -> list[str]:
     low, high = prediction.step_seconds_interval
     least = (plan.batch or 0) % (plan.micro_batch_rows or 1)
     ragged = f", the last of {least}" if least else ""
+    hosts = [
+        f"{host.node} has {bytes_text(host.total)} of {bytes_text(host.capacity)} in its own memory: state "
+        f"{bytes_text(host.state)}, activations {bytes_text(host.activations)}"
+        for host in prediction.hosts
+    ]
     return [
         f"{plan.schedule}, {_counted(plan.micro_batches, 'micro-batch', 'es')} of "
         f"{_counted(plan.micro_batch_rows or 0, 'row', 's')}{ragged}",
@@ -66,6 +73,7 @@ def step_lines(plan: Plan, prediction: Prediction) -> list[str]:
         f"bubble {prediction.bubble:.1%}",
         f"of which{_of_rank(prediction)} "
         + ", ".join(f"{part} {milliseconds(spent)}" for part, spent in prediction.breakdown.items() if spent > 0),
+        *hosts,
     ]
 
 

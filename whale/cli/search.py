@@ -23,6 +23,7 @@ from whale.cli.assumptions import (
     dtype_of,
     in_precision,
     is_given,
+    said_of_hosts,
     said_of_model,
     said_of_optimizer,
 )
@@ -37,14 +38,15 @@ from whale.cli.options import (
     PRECISION_HELP,
     Numbers,
     note,
+    offload_option,
     state_options,
     verbosity_options,
 )
 from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.state import Align
-from whale.ir.strategy import RECOMPUTES, Recompute
-from whale.planner.cost.optimizers import OPTIMIZERS
+from whale.ir.strategy import RECOMPUTES, Offload, Recompute
+from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
     from whale.commands.candidates import CandidateCompiler
@@ -84,6 +86,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
     help="What backwards compute again; auto: nothing if a plan fits, else the least that does, by stage [auto].",
 )
 @state_options("auto", "auto", shares=False)
+@offload_option("auto", "auto")
 @click.option(
     "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."
 )
@@ -124,6 +127,7 @@ def search(
     recompute: Recompute | Literal["auto"],
     zero: Any,
     state_align: Align | None,
+    offload: Offload | Literal["auto"],
     optimizer: Any,
     annotations: tuple[str, ...],
     without_: tuple[str, ...],
@@ -169,8 +173,9 @@ def search(
         optimizer=optimizer,
         recompute=recompute,
         zero=zero,
-        state_align=state_align or "row",
+        state_align=state_align or ("parameter" if costs_of(optimizer).factored else "row"),
         gradient_dtype=gradient_dtype,
+        offload=offload,
         thorough=thorough,
         seed=seed,
         top=top,
@@ -386,8 +391,10 @@ class _Run:
         left = sum(not choice.compiled for choice in found.choices) if trial is not None else 0
         if left and not self.interruption.came():
             note(f"there was no time to compile {left} of the plans shown; --time-limit gives more")
-        said = {"assumptions": self.assumptions}
-        choices = [replace(choice, plan=choice.plan.model_copy(update=said)) for choice in found.choices]
+        choices = []
+        for choice in found.choices:
+            said = {"assumptions": (*self.assumptions, *said_of_hosts(choice.plan, case.cluster))}
+            choices.append(replace(choice, plan=choice.plan.model_copy(update=said)))
         return replace(found, choices=tuple(choices))
 
 

@@ -139,7 +139,8 @@ def _look(stage: StageChoice, cluster: Cluster) -> str:
     degrees = f" ({stage.data} x {inner})" if len(stage.ranks) > 1 else ""
     again = f" recompute {stage.recompute}" if stage.recompute != "none" else ""
     divided = f" zero {stage.level}" if stage.level else ""
-    return " + ".join(f"{count} {name}" for count, name in counts) + degrees + again + divided
+    hosted = f" offload {stage.offload}" if stage.offload != "none" else ""
+    return " + ".join(f"{count} {name}" for count, name in counts) + degrees + again + divided + hosted
 
 
 # --- as data ----------------------------------------------------------------------------------------------------------
@@ -175,6 +176,7 @@ def choice_data(choice: Choice) -> dict[str, Any]:
         "searched_step_seconds": candidate.prediction.step_seconds,
         "memory_bytes": device.total,
         "memory_capacity_bytes": device.capacity,
+        "host_memory_bytes": max((host.total for host in prediction.hosts), default=0),
         "mfu": prediction.mfu,
         "bubble": prediction.bubble,
         "micro_batches": candidate.micro_batches,
@@ -196,6 +198,7 @@ def _stage_data(stage: StageChoice) -> dict[str, Any]:
         "expert": stage.expert,
         "recompute": stage.recompute,
         "zero": stage.level,
+        "offload": stage.offload,
         "rows": list(rows) if len(set(rows)) > 1 else rows[0],
     }
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whale.cli.model_loader import load_model, parse_settings
-from whale.cli.options import AT_LEAST_1, note, state_options, verbosity_options
+from whale.cli.options import AT_LEAST_1, note, offload_option, state_options, verbosity_options
 from whale.cli.tables import cell_text, text_table
 from whale.errors import UsageError
 from whale.ir.strategy import RECOMPUTES
@@ -41,7 +41,7 @@ EXIT_NOT_EQUAL = 1
 @click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="As of parallelize [the plan's].")
 @click.option("--recompute", type=click.Choice(("auto", *RECOMPUTES)), help="As of parallelize [the plan's].")
 @state_options(None, "the plan's, else 0")
-@click.option("--offload", type=click.Choice(["state", "activations"]), multiple=True, help="As of parallelize.")
+@offload_option(None, "the plan's, else none")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @verbosity_options
 def verify(

@@ -15,7 +15,7 @@ from torch import nn
 
 from whale.commands.candidates import CandidateCompiler, take_scopes
 from whale.commands.searching import search_plans
-from whale.compile.compile import Options, compile_traced, states_of
+from whale.compile.compile import Options, compile_traced, offloads_told, states_of
 from whale.compile.trace import Traced
 from whale.errors import UsageError
 from whale.graph.capture import batch_rows
@@ -23,7 +23,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.state import LEVELS, Align, StateSharding
-from whale.ir.strategy import Recompute, ScopePath
+from whale.ir.strategy import OFFLOADS, Offload, Recompute, ScopePath
 from whale.ir.workload import DeviceMemory
 from whale.planner.balance.least_recompute import least_recompute, least_steps
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -68,6 +68,7 @@ def automatic_plan(
     recompute: Recompute | Literal["auto"],
     zero: Literal[0, 1, 2, 3, "auto"],
     state_align: Align,
+    offload: Offload | Literal["auto"],
     loss_fn: Callable[..., Any] | None,
 ) -> Plan:
     """The plan of rank 0 for *model*, on every rank; all of them call this.
@@ -83,6 +84,7 @@ def automatic_plan(
         recompute: what backwards compute again; ``auto``: in each stage the least that is needed.
         zero: how much of their state replicas divide; ``auto``: in each stage the least that is needed.
         state_align: where stretches of it end.
+        offload: what is in the host's memory; ``auto``: in each stage the least that is needed.
         loss_fn: for a model that does not return its loss.
 
     Raises:
@@ -105,6 +107,7 @@ def automatic_plan(
             zero=zero,
             state_align=state_align,
             gradient_dtype=options.gradient_dtype,
+            offload=offload,
             fixed=inputs.fixed,
         )
         found = search_plans(
@@ -125,6 +128,7 @@ def with_least_memory(
     recompute: bool = False,
     zero: bool = False,
     shares: bool = False,
+    offload: bool = False,
 ) -> Options:
     """The options with as little of these for each stage as its devices need to hold it, as rank 0 counts; all ranks
     call this.
@@ -139,6 +143,7 @@ def with_least_memory(
         recompute: whether to choose what stages compute again, after how much of their state they divide.
         zero: whether to choose the level of the options' way to divide it.
         shares: whether ranks own what their memory leaves, where equal shares do not fit.
+        offload: whether to choose what is in the host's memory, after all else.
     """
     kind: Device = "cuda" if world.device.type == "cuda" else "cpu"
     way = options.state if isinstance(options.state, StateSharding) else StateSharding(1)
@@ -148,7 +153,7 @@ def with_least_memory(
     stages, num = first.partition.stages, len(cluster.devices)
     asked = [graph.cut.stage.strategy.recompute if graph.cut.stage is not None else None for graph in stages]
     given = [told or own for told, own in zip(planned or [None] * len(stages), asked, strict=True)]
-    told = states_of(first.partition, replace(options, state=None, state_on_host=False))
+    told = states_of(first.partition, replace(options, state=None))
     ranks = [stage.mesh.ranks for stage in first.stages]
 
     def of_levels(levels: Sequence[int]) -> tuple[StateSharding | None, ...]:
@@ -185,16 +190,25 @@ def with_least_memory(
                 ranks, lambda rules: memory_of(replace(chosen, recompute=tuple(rules))), given=given
             )
             chosen = replace(chosen, recompute=tuple(rules))
+        if offload:
+            words = least_steps(
+                ranks,
+                OFFLOADS,
+                lambda words: memory_of(replace(chosen, offload=words)),
+                given=offloads_told(first.partition, options.plan),
+            )
+            chosen = replace(chosen, offload=words)
         states = [
             None if state is None else [state.level, state.shares, state.align] for state in _of_stages(chosen, ranks)
         ]
-        return json.dumps([chosen.recompute, states])
+        return json.dumps([chosen.recompute, states, chosen.offload])
 
     text = from_first(world, "memory", made, patience_seconds=PATIENCE_SECONDS)
-    rules, states = json.loads(text)
+    rules, states, words = json.loads(text)
     found = [None if one is None else StateSharding(one[0], tuple(one[1]), one[2]) for one in states]
-    again: Any = rules if isinstance(rules, str) else tuple(rules)
-    return replace(options, recompute=again, state=tuple(found))
+    again, where = (one if isinstance(one, str) else tuple(one) for one in (rules, words))
+    chosen: Any = {"recompute": again, "offload": where}
+    return replace(options, state=tuple(found), **chosen)
 
 
 def _of_stages(options: Options, ranks: Sequence[Sequence[int]]) -> tuple[StateSharding | None, ...]:

@@ -157,8 +157,13 @@ class PlanWriter:
 
 
 def shortage_of(prediction: Prediction) -> str:
-    """The device that lacks the most memory, and how much; empty if all fit."""
+    """The device, or else the host, that lacks the most memory, and how much; empty if all fit."""
     worst = max(prediction.memory, key=lambda device: device.total - device.capacity)
     if prediction.fits:
         return ""
+    if worst.total <= worst.capacity:
+        host = max(prediction.hosts, key=lambda one: one.total - one.capacity)
+        return (
+            f"needs {bytes_text(host.total)} in the memory of {host.node} itself, which has {bytes_text(host.capacity)}"
+        )
     return f"needs {bytes_text(worst.total)} on {worst.device}, which has {bytes_text(worst.capacity)}"

@@ -18,21 +18,23 @@ from typing import Any
 from torch import nn
 
 from whale.annotations import Annotation, annotate
+from whale.commands.plan_writer import shortage_of
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_traced, states_of
+from whale.compile.compile import Options, compile_traced, offloads_told, states_of
 from whale.compile.trace import trace
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage, PlanState
 from whale.ir.profile import ModelProfile
 from whale.ir.state import LEVELS, StateSharding
-from whale.ir.strategy import RECOMPUTES, Recompute, parse_strategy
+from whale.ir.strategy import OFFLOADS, RECOMPUTES, Offload, Recompute, parse_strategy
 from whale.ir.units import bytes_text
 from whale.ir.workload import DeviceMemory
 from whale.planner.advice import advised
 from whale.planner.assignment.from_plan import axis_role
 from whale.planner.balance.least_recompute import least_recompute, least_steps
 from whale.planner.balance.mesh_shares import AxisToShare, MeshDevice, MeshShares, mesh_shares
+from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.memory import refuse_tiny
 from whale.planner.cost.state_shares import fitting_states
 from whale.predict.costs import Costs
@@ -97,6 +99,7 @@ def make_plan(
     least: bool = False,
     least_state: StateSharding | None = None,
     auto_shares: bool = False,
+    least_offload: bool = False,
 ) -> Planned:
     """The fastest plan for a model on the cluster of *costs* that fits.
 
@@ -112,6 +115,7 @@ def make_plan(
         least_state: in which way, whatever its level, replicas divide as much of their state as they need to fit; None:
             as the options say.
         auto_shares: whether ranks own of it what their memory leaves, where equal shares do not fit.
+        least_offload: whether stages whose devices lack memory with all of that have on the host what they need to fit.
 
     Raises:
         InfeasibleError: no plan fits, or the annotations do not fit the devices.
@@ -187,6 +191,7 @@ def make_plan(
     graphs = first.partition.stages
     asked = [graph.cut.stage.strategy.recompute if graph.cut.stage else None for graph in graphs]
     told = [own.level if own is not None else None for own in states_of(first.partition, replace(options, state=None))]
+    on_host = offloads_told(first.partition, None)
     ranks = [stage.ranks for stage in start.stages]
 
     def with_rules(plan: Plan) -> Plan:
@@ -196,6 +201,16 @@ def make_plan(
         way = least_state or StateSharding(1)
         levels = least_steps(ranks, LEVELS, lambda levels: memory_of(_divided(plan, levels, way)), given=told)
         return _divided(plan, levels, way)
+
+    def with_hosts(plan: Plan) -> Plan:
+        words = least_steps(ranks, OFFLOADS, lambda words: memory_of(_hosted(plan, words)), given=on_host)
+        return _hosted(plan, words)
+
+    def most_of_all() -> Plan:
+        """The plan whose stages keep least and divide most, as far as that is open."""
+        plan = _under(start, [rule or RECOMPUTES[-1] for rule in asked]) if least else start
+        way = [LEVELS[-1] if level is None else level for level in told]
+        return _divided(plan, way, least_state) if least_state is not None and may_divide else plan
 
     def tried(ways: Sequence[Callable[[], Plan]]) -> list[Plan]:
         """The plans of some changes that fit."""
@@ -211,18 +226,27 @@ def make_plan(
     if not plans and least and least_state is not None:
         most = _under(start, [rule or RECOMPUTES[-1] for rule in asked])
         plans = tried([lambda: with_rules(with_levels(most))])
+    if not plans and least_offload:
+        plans = tried([partial(with_hosts, start)]) or tried([lambda: with_hosts(most_of_all())])
     found: list[Planned] = []
     for plan in plans:
         plan, even = settled(plan)
         rules, levels = [one.recompute or "none" for one in plan.stages], [_level(one) for one in plan.stages]
-        made = replace(counted, recompute=tuple(rules), state=tuple(_sharding(one) for one in plan.stages))
+        words = [one.offload or "none" for one in plan.stages]
+        made = replace(
+            counted,
+            recompute=tuple(rules),
+            state=tuple(_sharding(one) for one in plan.stages),
+            offload=tuple(words),
+        )
         first = compile_traced(traced, costs.cluster, made, device="cpu")
         try:
             one = _balanced(first, costs, plan, even, settled)
         except InfeasibleError as error:
             problem = error
             continue
-        found.append(replace(one, reasons=(*_why_again(rules), *_why_divided(levels), *one.reasons)))
+        why = (*_why_again(rules), *_why_divided(levels), *_why_on_host(words))
+        found.append(replace(one, reasons=(*why, *one.reasons)))
     if found:
         return min(found, key=lambda one: one.predicted.prediction.step_seconds)
     cures = []
@@ -230,6 +254,8 @@ def make_plan(
         cures += [f"--recompute {_most(plan)}" for plan in tried([partial(with_rules, start)])]
     if least_state is None and may_divide:
         cures += [f"--zero {max(map(_level, plan.stages))}" for plan in tried([partial(with_levels, start)])]
+    if not least_offload and not cures and has_hosts(costs.cluster):
+        cures += [f"--offload {_most_offload(plan)}" for plan in tried([partial(with_hosts, start)])]
     more = _enough_micro_batches(start, even, predicted)
     raise InfeasibleError(_or_with(str(problem), [*([] if more is None else [f"--micro-batches {more}"]), *cures]))
 
@@ -256,6 +282,19 @@ def _under(plan: Plan, rules: Sequence[Recompute]) -> Plan:
     stages = zip(plan.stages, rules, strict=True)
     return plan.model_copy(
         update={"stages": tuple(stage.model_copy(update={"recompute": rule}) for stage, rule in stages)}
+    )
+
+
+def _most_offload(plan: Plan) -> Offload:
+    """The word of a plan's stages by which most is on the host."""
+    return max((stage.offload or "none" for stage in plan.stages), key=OFFLOADS.index)
+
+
+def _hosted(plan: Plan, words: Sequence[Offload]) -> Plan:
+    """The plan with what is on the host for each stage."""
+    stages = zip(plan.stages, words, strict=True)
+    return plan.model_copy(
+        update={"stages": tuple(stage.model_copy(update={"offload": word}) for stage, word in stages)}
     )
 
 
@@ -293,6 +332,15 @@ def _why_divided(levels: Sequence[int]) -> Iterator[str]:
         if stages:
             which = "stage" if len(stages) == 1 else "stages"
             yield f"zero {level} in {which} {', '.join(stages)}: with less of it their devices lack memory"
+
+
+def _why_on_host(words: Sequence[Offload]) -> Iterator[str]:
+    """Why stages have something on the host, in sentences."""
+    for word in OFFLOADS[1:]:
+        stages = [str(index) for index, own in enumerate(words) if own == word]
+        if stages:
+            which = "stage" if len(stages) == 1 else "stages"
+            yield f"offload {word!r} in {which} {', '.join(stages)}: with less of it their devices lack memory"
 
 
 def _why_again(rules: Sequence[Recompute]) -> Iterator[str]:
@@ -346,6 +394,7 @@ def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
     return PlanStage(
         recompute=stage.recompute if ruled else None,
         state=None if stage.state is None else PlanState.of(stage.state),
+        offload=stage.offload if any(one.offload != "none" for one in compilation.stages) else None,
         ranks=stage.mesh.ranks,
         axes=tuple(
             PlanAxis(name=axis.name, size=axis.size, role=axis_role(roles, position))
@@ -358,6 +407,10 @@ def _check_fits(found: Predicted) -> None:
     """Refuse a plan that does not fit, with what takes the memory, and the changes that reduce it the most."""
     lacking = [device for device in found.prediction.memory if device.total > device.capacity]
     if not lacking:
+        if short := shortage_of(found.prediction):
+            raise InfeasibleError(
+                advised(f"the plan {short}", (), otherwise="use hosts with more memory, or more of them")
+            )
         return
     worst = max(lacking, key=lambda device: device.total - device.capacity)
     others = f" ({len(lacking)} of {len(found.prediction.memory)} devices lack memory)" if len(lacking) > 1 else ""

@@ -23,7 +23,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.profile import ModelProfile
 from whale.ir.state import LEVELS, StateSharding
-from whale.ir.strategy import RECOMPUTES, Recompute
+from whale.ir.strategy import RECOMPUTES, Offload, Recompute
 from whale.ir.workload import Prediction
 from whale.planner.advice import advised
 from whale.planner.balance.by_speed import pipeline_by_speed
@@ -231,6 +231,7 @@ def plan_pipeline(
     recompute: Recompute = "none",
     state: StateSharding | None = None,
     gradient_dtype: str | None = None,
+    offload: Offload = "none",
 ) -> Choice:
     """The plan of a pipeline of a given size for a profile alone: layers and rows by speed, nothing searched.
 
@@ -247,6 +248,7 @@ def plan_pipeline(
         recompute: what backwards of all stages compute again.
         state: how replicas of all stages divide their state; shares are of each replica.
         gradient_dtype: in which gradients are summed; None: in their own.
+        offload: what is in the memory of hosts, in all stages.
 
     Raises:
         UsageError: the numbers do not fit the cluster, the batch or the profile.
@@ -273,10 +275,11 @@ def plan_pipeline(
         schedule=schedule,
         recompute=recompute,
         zero=state.level if state is not None else 0,
+        offload=offload,
     )
     if state is not None and len(state.shares) not in (0, replicas):
         raise UsageError(f"--state-shares has {len(state.shares)} numbers, but each stage has {replicas} replicas")
-    prices = prices.under(recompute, state.level if state is not None else 0)
+    prices = prices.under(recompute, state.level if state is not None else 0, offload)
     candidate = _pipeline(prices, cuts, batch, micro_batches, replicas, schedule, state)
     lacking = shortage_of(candidate.prediction)
     if lacking:
@@ -285,7 +288,7 @@ def plan_pipeline(
         more = next((count for other, count in tried if other.prediction.fits), None)
         cures = [] if more is None else [(True, f"--micro-batches {more}")]
         for rule in (one for one in RECOMPUTES[RECOMPUTES.index(recompute) + 1 :] if one in profile.rules):
-            ruled = prices.under(rule, prices.stack.zero)
+            ruled = prices.under(rule, prices.stack.zero, offload)
             if _pipeline(ruled, cuts, batch, micro_batches, replicas, schedule, state).prediction.fits:
                 cures.append((True, f"--recompute {rule}"))
                 break
@@ -326,6 +329,7 @@ def _pipeline(
                 rows=rows,
                 recompute=prices.stack.recompute,
                 state=state if state is not None and state.level else None,
+                offload=prices.stack.offload,
             )
         )
     return score(prices, stages, micro_batches=micro_batches, schedule=schedule, batch=batch)

@@ -59,9 +59,8 @@ class Compilation:
 
     ``rows`` are the units of the batch in each micro-batch; ``warnings`` what the user should know of it;
     ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``units`` the buckets of which
-    ranks own stretches; ``offloads_activations`` says that forwards keep on the host what their backwards read;
-    ``is_of_several`` that there are several micro-batches, whose casts of parameters are shared;
-    ``gradient_dtype`` is that in which gradients are summed, if it is not their own.
+    ranks own stretches; ``is_of_several`` says that there are several micro-batches, whose casts of parameters are
+    shared; ``gradient_dtype`` is that in which gradients are summed, if it is not their own.
     """
 
     traced: Traced
@@ -79,7 +78,6 @@ class Compilation:
     rank_specs: tuple[StageSpec, ...] = field(default=())
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
     units: tuple[Unit, ...] = ()
-    offloads_activations: bool = False
     gradient_dtype: str = ""
     is_of_several: bool = False
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
@@ -127,6 +125,11 @@ class Compilation:
         """Whether backwards compute values again, by the rule of a stage or in a checkpoint of torch."""
         ruled = any(stage.recompute != "none" for stage in self.stages)
         return ruled or any(map(is_checkpointed, self.captured.graph.nodes))
+
+    @cached_property
+    def offloads_activations(self) -> bool:
+        """Whether forwards of any stage keep on the host what their backwards read."""
+        return any(stage.activations_on_host for stage in self.stages)
 
     @cached_property
     def row_sums(self) -> RowSums:
@@ -209,7 +212,7 @@ class Compilation:
         placements = []
         for stage in self.stages:
             placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes} recompute {stage.recompute}")
-            placements.append(f"state {stage.state} {'on the host' if stage.state_on_host else ''}")
+            placements.append(f"state {stage.state} on the host {stage.offload}")
             placements += [f"{n.name} {' '.join(map(str, c))}" for n, c in stage.choices.items()]
             for placed in (stage.stored, stage.sent):
                 placements += sorted(f"{value_name(v)} {' '.join(map(str, p))}" for v, p in placed.items())

@@ -27,7 +27,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import StageSpec
 from whale.ir.schedule import Task
 from whale.ir.state import StateSharding
-from whale.ir.strategy import Recompute, ScopePath, Strategy
+from whale.ir.strategy import Offload, Recompute, ScopePath, Strategy
 from whale.planner.assignment.assign import Assignment, StageRequest, place, place_interleaved
 from whale.planner.assignment.from_plan import place_as_planned
 from whale.planner.cost.precision import DTYPES
@@ -42,7 +42,7 @@ from whale.strategies.lowering import PlacedStage
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage
 from whale.strategies.row_sums import row_sums
 
-__all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "rows_of", "states_of"]
+__all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "offloads_told", "rows_of", "states_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,11 @@ class Options:
     ``precision`` is that of ``torch.autocast`` under which it computes, ``gradient_dtype`` that in which gradients are
     summed. ``recompute`` says what backwards
     compute again, of all stages or of each, where neither the plan nor an annotation says it. ``compile`` asks for
-    compiled kernels; ``local_rows`` says that ranks bring their own rows of a batch alone, ``offload_activations`` that
-    forwards keep on the host what backwards read. ``state`` divides parameters, gradients and optimizer states, of all
-    stages or of each, where neither the plan nor an annotation says it; its shares may be of each rank of the launch.
-    With ``state_on_host`` what ranks own of it is in the host's memory, in all stages.
+    compiled kernels; ``local_rows`` says that ranks bring their own rows of a batch alone. ``state`` divides
+    parameters, gradients and optimizer states, of all stages or of each, where neither the plan nor an annotation says
+    it; its shares may be of each rank of the launch.
+    ``offload`` says what is in the host's memory, likewise; with state there ranks own stretches of it, at level 1 at
+    least.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
@@ -70,8 +71,7 @@ class Options:
     compile: bool = False
     local_rows: bool = False
     state: StateSharding | tuple[StateSharding | None, ...] | None = None
-    state_on_host: bool = False
-    offload_activations: bool = False
+    offload: Offload | tuple[Offload, ...] = "none"
     plan: Plan | None = None
 
 
@@ -111,7 +111,8 @@ def compile_traced(
     report = Report()
     stages = _place_stages(traced, cut, assignment, rows, device, report, stored or {})
     rules = rules_of(cut, options)
-    states = states_of(cut, options)
+    hosted = offloads_of(cut, options)
+    states = [_on_host(state, offload) for state, offload in zip(states_of(cut, options), hosted, strict=True)]
     for stage, state in zip(stages, states, strict=True):
         if state is not None and state.level and not captured.has_loss and stored is None:
             raise UsageError(
@@ -120,8 +121,13 @@ def compile_traced(
             )
     num = len(cluster.devices)
     stages = tuple(
-        replace(stage, recompute=rule, state=state.of_stage(stage.mesh.ranks, num) if state and state.level else None)
-        for stage, rule, state in zip(stages, rules, states, strict=True)
+        replace(
+            stage,
+            recompute=rule,
+            state=state.of_stage(stage.mesh.ranks, num) if state and state.level else None,
+            offload=offload,
+        )
+        for stage, rule, state, offload in zip(stages, rules, states, hosted, strict=True)
     )
     if options.local_rows:
         summed = row_sums(captured, analysis, stages).values
@@ -148,7 +154,6 @@ def compile_traced(
         report=report,
         warnings=tuple(_warnings(assignment, options, report, captured)),
         rank_specs=specs,
-        offloads_activations=options.offload_activations,
         gradient_dtype=gradient_dtype,
         is_of_several=len(rows) > 1,
     )
@@ -176,7 +181,7 @@ def _units_of(compilation: Compilation) -> tuple[Unit, ...]:
                 local[rank] = compilation.local_parameters(rank)
             kinds = [local[rank][name] for name in names]
             shapes = tuple(kind.shape for kind in kinds)
-            on_host = any(compilation.stages[stage].state_on_host for stage in spec.stages)
+            on_host = all(compilation.stages[stage].state_on_host for stage in spec.stages)
             low = tuple(read_as(nodes[name]) or kinds[0].dtype for name in names)
             found.append(
                 Unit(spec=spec, names=names, shapes=shapes, dtype=kinds[0].dtype, read_as=low, on_host=on_host)
@@ -276,9 +281,7 @@ def states_of(cut: Partition, options: Options) -> tuple[StateSharding | None, .
     planned = [stage.state for stage in options.plan.stages] if options.plan is not None else []
     found: list[StateSharding | None] = []
     for index, graph in enumerate(cut.stages):
-        scopes = [*([graph.cut.stage] if graph.cut.stage is not None else []), *graph.cut.outer]
-        scopes += [scope for path in dict.fromkeys(graph.scopes.values()) for scope in path]
-        asked = list(dict.fromkeys(scope.strategy.state for scope in scopes if scope.strategy.state is not None))
+        asked = list(dict.fromkeys(one.state for one in _strategies(graph) if one.state is not None))
         if len(asked) > 1:
             raise AnnotationError(
                 f"annotations of stage {index} say {asked[0]} and {asked[1]}, but the state of a stage is divided in "
@@ -291,11 +294,57 @@ def states_of(cut: Partition, options: Options) -> tuple[StateSharding | None, .
                 f"the plan's stages.{index}.state is {told}, but an annotation asks for {asked[0]}; change one of them"
             )
         given = options.state[index] if isinstance(options.state, tuple) else options.state
-        state = told or (asked[0] if asked else given)
-        if options.state_on_host:
-            state = replace(state or StateSharding(1), level=max(1, state.level if state else 1), on_host=True)
-        found.append(state)
+        found.append(told or (asked[0] if asked else given))
     return tuple(found)
+
+
+def offloads_of(cut: Partition, options: Options) -> tuple[Offload, ...]:
+    """The word of each stage for what is in the host's memory: the plan's, an annotation's, or that of the options.
+
+    Raises: see `offloads_told`.
+    """
+    given = (options.offload,) * len(cut.stages) if isinstance(options.offload, str) else options.offload
+    return tuple(told or own for told, own in zip(offloads_told(cut, options.plan), given, strict=True))
+
+
+def offloads_told(cut: Partition, plan: Plan | None) -> tuple[Offload | None, ...]:
+    """The same without options; None where neither says it.
+
+    Raises:
+        AnnotationError: annotations of a stage contradict each other.
+        PlanMismatchError: plan and annotation do.
+    """
+    planned = [stage.offload for stage in plan.stages] if plan is not None else []
+    found: list[Offload | None] = []
+    for index, graph in enumerate(cut.stages):
+        asked = list(dict.fromkeys(one.offload for one in _strategies(graph) if one.offload is not None))
+        if len(asked) > 1:
+            raise AnnotationError(
+                f"annotations of stage {index} say offload={asked[0]!r} and {asked[1]!r}, but a stage has one way; "
+                "change one of them"
+            )
+        told = planned[index] if planned else None
+        if told is not None and asked and told != asked[0]:
+            raise PlanMismatchError(
+                f"the plan's stages.{index}.offload is {told!r}, but an annotation asks for {asked[0]!r}; change one "
+                "of them"
+            )
+        found.append(told or (asked[0] if asked else None))
+    return tuple(found)
+
+
+def _on_host(state: StateSharding | None, offload: Offload) -> StateSharding | None:
+    """How a stage divides its state: ranks that have it on the host own stretches."""
+    if offload not in ("state", "both") or (state is not None and state.level):
+        return state
+    return StateSharding(1)
+
+
+def _strategies(graph: TaskGraph) -> list[Strategy]:
+    """The annotations in which a stage is, and those within it."""
+    scopes = [*([graph.cut.stage] if graph.cut.stage is not None else []), *graph.cut.outer]
+    scopes += [scope for path in dict.fromkeys(graph.scopes.values()) for scope in path]
+    return [scope.strategy for scope in scopes]
 
 
 def _check_dense(cut: Partition, assignment: Assignment) -> None:

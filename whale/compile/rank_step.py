@@ -127,7 +127,7 @@ def rank_step(
             programs = cast_once(programs, {name for unit in units for name in unit.names})
         if units and device is not None:
             programs = gathered(programs, units)
-        if compilation.offloads_activations and device is not None:
+        if stage.activations_on_host and device is not None:
             programs = offloaded(programs)
         stages.append(
             RankStage(

@@ -23,7 +23,7 @@ from whale.ir.document import Document, Format, parse_document, read_document
 from whale.ir.record import in_words
 from whale.ir.units import PATTERNS, Quantity, parse_quantity
 
-__all__ = ["DTYPES", "Cluster", "Device", "DeviceType", "Link", "Network", "Node"]
+__all__ = ["DTYPES", "Cluster", "Device", "DeviceType", "HostMemory", "Link", "Network", "Node"]
 
 DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16", "float8")
 """The dtypes for which a speed may be given; ``tfloat32`` is float32 multiplied on NVIDIA's tensor cores."""
@@ -173,15 +173,32 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """Memory of a node beside that of its devices, as it is described; None: it is not (`whale.planner.cost.hosts` has
+    what is assumed then).
+
+    Attributes:
+        size_bytes: of all its ranks together.
+        bandwidth: bytes per second that all its processors together read and write.
+        device_link: bytes per second that each of its devices copies from it, and as many to it, all devices at once.
+    """
+
+    size_bytes: int | None = None
+    bandwidth: float | None = None
+    device_link: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Node:
-    """One machine: the ranks of its devices, its links within and to other nodes (None: it needs none), and its host
-    name, if the file gives it."""
+    """One machine: the ranks of its devices, its links within and to other nodes (None: it needs none), its host name,
+    if the file gives it, and its memory."""
 
     name: str
     ranks: tuple[int, ...]
     intra: Link | None
     inter: Link | None
     host: str | None = None
+    host_memory: HostMemory = HostMemory()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,6 +423,12 @@ class _Links(_Table):
     inter_node: _InterNodeLink | None = None
 
 
+class _HostMemory(_Table):
+    size: _written("memory") | None = None  # type: ignore[valid-type]
+    bandwidth: _written("bandwidth") | None = None  # type: ignore[valid-type]
+    device_link: _written("bandwidth") | None = None  # type: ignore[valid-type]
+
+
 class _Node(_Table):
     count: Annotated[int, Field(ge=1, le=MAX_DEVICES)] = 1
     devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)]
@@ -413,6 +436,7 @@ class _Node(_Table):
     name: _Name | None = None
     hosts: Annotated[list[_Name], Field(max_length=MAX_DEVICES)] | None = None
     links: _Links = _Links()
+    host_memory: _HostMemory = _HostMemory()
 
 
 class _Type(_Table):
@@ -426,6 +450,7 @@ class _File(_Table):
 
     format_version: Literal[1] = 1
     links: _Links = _Links()
+    host_memory: _HostMemory = _HostMemory()
     nodes: Annotated[list[_Node], Field(min_length=1)]
     device_types: dict[_Name, _Type] = {}
 
@@ -462,6 +487,7 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
                     f"[links]",
                     ("nodes", index),
                 )
+        host_memory = _host_memory(entry.host_memory, file.host_memory)
         hosts: Sequence[str | None] = entry.hosts or [None] * entry.count
         if len(hosts) != entry.count or (entry.hosts is None) != (file.nodes[0].hosts is None):
             raise document.error(
@@ -476,7 +502,9 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
             names.add(name)
             ranks = tuple(range(len(devices), len(devices) + entry.devices))
             devices += [Device(rank=rank, name=f"{type_.name}:{rank}", type=type_, node=name) for rank in ranks]
-            nodes.append(Node(name=name, ranks=ranks, intra=intra, inter=inter, host=hosts[copy]))
+            nodes.append(
+                Node(name=name, ranks=ranks, intra=intra, inter=inter, host=hosts[copy], host_memory=host_memory)
+            )
     named = [node.host for node in nodes if node.host is not None]
     if len(set(named)) < len(named):
         twice = next(host for host in named if named.count(host) > 1)
@@ -486,6 +514,13 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
 
 def _link(given: _Link | None) -> Link | None:
     return None if given is None else Link(**given.model_dump())
+
+
+def _host_memory(own: _HostMemory, general: _HostMemory) -> HostMemory:
+    """The memory of a node, as its entry says it, else as the file does of all."""
+    given = general.model_dump() | own.model_dump(exclude_none=True)
+    size = given.pop("size")
+    return HostMemory(size_bytes=None if size is None else round(size), **given)
 
 
 def _no_type(name: str, named: Sequence[str], types: Mapping[str, DeviceType]) -> str:
@@ -548,4 +583,6 @@ def _known_keys(place: tuple[int | str, ...]) -> list[str]:
             table = _InterNodeLink
         case ("device_types", _):
             table = _Type
+        case ("host_memory",) | ("nodes", _, "host_memory"):
+            table = _HostMemory
     return list(table.model_fields)

@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, HostMemory
 from whale.ir.files import write_file
 from whale.ir.json_text import format_json
 from whale.ir.module_pattern import ModulePattern
@@ -37,7 +37,7 @@ from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
 from whale.ir.record import FileRecord, Record
 from whale.ir.schedule import SCHEDULES, check_devices
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import Recompute, Role, Strategy, check_nesting, divides_batch, parse_strategy
+from whale.ir.strategy import Offload, Recompute, Role, Strategy, check_nesting, divides_batch, parse_strategy
 from whale.ir.workload import Prediction, Workload
 
 __all__ = ["ClusterIdentity", "ModelIdentity", "Plan", "PlanAxis", "PlanStage", "PlanState"]
@@ -96,7 +96,7 @@ Autocast = Literal["fp32", "bf16", "fp16"]
 GradientDtype = Literal["fp32", "bf16", "fp16"]
 """The number types in which ranks may sum gradients."""
 
-_LATER = frozenset(("gradient_dtype", "precision", "recompute", "state"))
+_LATER = frozenset(("gradient_dtype", "precision", "recompute", "state", "offload"))
 """Fields that plans did not have at first: where they say nothing, a plan has the digest that it had without them."""
 
 
@@ -180,12 +180,14 @@ class PlanStage(Record):
         axes: of its mesh; None: the annotations decide them.
         recompute: what its backward computes again, as ``parallelize`` takes it; None: as that says.
         state: how its replicas divide their state; None: as ``parallelize`` says.
+        offload: what is in the host's memory; None: as ``parallelize`` says.
     """
 
     ranks: Annotated[Ranks, Field(min_length=1)]
     axes: Annotated[tuple[PlanAxis, ...] | None, Field(strict=False)] = None
     recompute: Recompute | None = None
     state: PlanState | None = None
+    offload: Offload | None = None
 
     @model_validator(mode="after")
     def _check(self) -> PlanStage:
@@ -416,9 +418,11 @@ class Plan(FileRecord):
         zero: int | None = None,
         state_shares: Sequence[float] | str | None = None,
         state_align: str | None = None,
+        offload: str | None = None,
     ) -> None:
-        """Refuse arguments that contradict the plan. Where it leaves the precision, the dtype of sums, or the rule or
-        the state of a stage open, any does; and ``"auto"`` is what it says, where it says something."""
+        """Refuse arguments that contradict the plan. Where it leaves the precision, the dtype of sums, or the rule, the
+        state or the offload of a stage open, any does; and ``"auto"`` is what it says, where it says something."""
+        hosted = [(f"stages.{index}.offload", stage.offload) for index, stage in enumerate(self.stages)]
         rules = [(f"stages.{index}.recompute", stage.recompute) for index, stage in enumerate(self.stages)]
         for name, given, field, planned in (
             ("micro_batches", micro_batches, "micro_batches", self.micro_batches),
@@ -426,6 +430,7 @@ class Plan(FileRecord):
             ("precision", precision, "precision", self.precision),
             ("gradient_dtype", gradient_dtype, "gradient_dtype", self.gradient_dtype),
             *(("recompute", None if recompute == "auto" else recompute, *rule) for rule in rules),
+            *(("offload", None if offload == "auto" else offload, *told) for told in hosted),
             *self._states(zero, state_shares, state_align),
         ):
             if None not in (given, planned) and given != planned:
@@ -516,8 +521,16 @@ def hash_of(data: object) -> str:
 def cluster_hash(cluster: Cluster) -> str:
     """A hash of nodes, devices and links."""
     types: Mapping[str, Any] = {device.type.name: repr(device.type) for device in cluster.devices}
-    nodes = [[node.name, write_ranks(node.ranks), repr(node.intra), repr(node.inter)] for node in cluster.nodes]
+    nodes = [
+        [node.name, write_ranks(node.ranks), repr(node.intra), repr(node.inter), *_told(node.host_memory)]
+        for node in cluster.nodes
+    ]
     return hash_of([nodes, dict(types), [device.type.name for device in cluster.devices]])
+
+
+def _told(memory: HostMemory) -> list[str]:
+    """The memory of a node, if something is said of it."""
+    return [] if memory == HostMemory() else [repr(memory)]
 
 
 def _shown(shares: Sequence[Share]) -> str:

@@ -35,8 +35,6 @@ class StateSharding:
             it.
         shares: of each rank of the stage, or of each rank that sums a gradient, in any unit; () are equal ones.
         align: where stretches end. With ``parameter`` an optimizer sees whole matrices.
-        on_host: whether each rank keeps its stretches, their gradients and optimizer states in the host's memory. A
-            rank that sums a gradient with no other owns all of it.
 
     Raises:
         UsageError: a field is not one of these.
@@ -48,7 +46,6 @@ class StateSharding:
     level: int
     shares: tuple[float, ...] = ()
     align: Align = "row"
-    on_host: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.level, bool) or self.level not in LEVELS:

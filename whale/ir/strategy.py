@@ -17,6 +17,7 @@ from whale.ir.state import Align, StateSharding
 
 __all__ = [
     "ATTENTIONS",
+    "OFFLOADS",
     "RECOMPUTES",
     "REPLICAS",
     "SHARDS",
@@ -41,6 +42,7 @@ __all__ = [
     "region_of",
     "role_of_axis",
     "shards_operators",
+    "offload_of",
     "state_of",
 ]
 
@@ -59,6 +61,12 @@ layer but its inputs."""
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """From the one that keeps most to the one that keeps least."""
+
+Offload = Literal["none", "activations", "state", "both"]
+"""Word for what is in the host's memory: nothing; what forwards keep for backwards; what a rank owns of trained
+parameters, gradients and optimizer states; or both."""
+
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 
 Attention = Literal["gather", "ring", "ulysses"]
 """How ranks that each have a part of a sequence compute its attention: each gathers the keys and values of all; they
@@ -171,11 +179,13 @@ class Strategy:
         recompute: only for ``stage``: what its backward computes again; None: as is said for the whole model.
         state: only for ``stage`` and ``replicate``: how replicas divide the state of their stage; None: as is said for
             the whole model.
+        offload: only for ``stage`` and ``replicate``: what is in the host's memory; None: as is said for the whole
+            model.
 
     >>> print(Strategy(kind="split", degree=4), Strategy(kind="split", degree=2, dim=1), Strategy(kind="stage"))
     split(4) split(2, dim=1) stage()
-    >>> print(Strategy(kind="stage", degree=2, recompute="full", state=StateSharding(3, (3, 1))))
-    stage(2, recompute='full', zero=3, state_shares=[3, 1])
+    >>> print(Strategy(kind="stage", degree=2, recompute="full", state=StateSharding(3, (3, 1)), offload="both"))
+    stage(2, recompute='full', zero=3, state_shares=[3, 1], offload='both')
     """
 
     kind: Kind
@@ -185,6 +195,7 @@ class Strategy:
     devices: DeviceSelection | None = None
     recompute: Recompute | None = None
     state: StateSharding | None = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -230,6 +241,16 @@ class Strategy:
                 f"{self.kind}({self.state}): replicas divide the state of a stage; say it of stage(...) or "
                 "replicate(...), or in parallelize(zero=...) of the whole model"
             )
+        if self.offload is not None:
+            if self.kind not in ("stage", "replicate"):
+                raise AnnotationError(
+                    f"{self.kind}(offload={self.offload!r}): a stage has state and activations; say it of stage(...) "
+                    "or replicate(...), or in parallelize(offload=...) of the whole model"
+                )
+            if self.offload not in OFFLOADS:
+                raise AnnotationError(
+                    f"{self.kind}(offload={self.offload!r}): unknown; use {', '.join(map(repr, OFFLOADS))}"
+                )
 
     @property
     def divides_batch(self) -> bool:
@@ -270,6 +291,7 @@ class Strategy:
         given += [f"attention={self.attention!r}"] if self.attention is not None else []
         given += [f"recompute={self.recompute!r}"] if self.recompute is not None else []
         given += [str(self.state)] if self.state is not None else []
+        given += [f"offload={self.offload!r}"] if self.offload is not None else []
         return f"{self.kind}({', '.join(given)})"
 
 
@@ -283,6 +305,7 @@ _ARGUMENTS = {
     "zero": re.compile(r"zero=(?P<number>[0-9])"),
     "state_shares": re.compile(r"state_shares=\[(?P<list>[0-9., ]+)\]"),
     "state_align": re.compile(rf"state_align={_WORD}"),
+    "offload": re.compile(rf"offload={_WORD}"),
 }
 """How each argument is written, in the order in which they are."""
 _BETWEEN = re.compile(r", (?![^\[]*\])")
@@ -318,6 +341,27 @@ def state_of(zero: int | None, shares: Sequence[float] | None, align: Align | No
         return StateSharding(zero or 0, tuple(shares or ()), align or "row")
     except (UsageError, TypeError) as error:
         raise AnnotationError(str(error)) from None
+
+
+def offload_of(given: str | Iterable[str] | None) -> Offload | None:
+    """The word for what is in the host's memory, where it is given as one or as several; None if it is not given.
+
+    Raises:
+        AnnotationError: a word that is not known.
+
+    >>> offload_of("state"), offload_of(["activations", "state"]), offload_of([]), offload_of(None)
+    ('state', 'both', 'none', None)
+    """
+    if given is None:
+        return None
+    words = {given} if isinstance(given, str) else set(given)
+    for word in words - set(OFFLOADS):
+        raise AnnotationError(
+            f"offload is {word!r}; it can be {', '.join(map(repr, OFFLOADS))}, or a list of 'state' and 'activations'"
+        )
+    if words >= {"state", "activations"} or "both" in words:
+        return "both"
+    return next((one for one in OFFLOADS if one in words - {"none"}), "none")
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -437,7 +481,7 @@ def encode_scopes(path: ScopePath) -> str:
         chosen = None if devices is None else [devices.layout, devices.number, list(devices.ranks), devices.label]
         state = scope.strategy.state
         divided = None if state is None else [state.level, list(state.shares), state.align]
-        more: list[object] = [scope.strategy.recompute, scope.strategy.attention, divided]
+        more: list[object] = [scope.strategy.recompute, scope.strategy.attention, divided, scope.strategy.offload]
         while more and more[-1] is None:
             more.pop()
         rows.append([scope.strategy.kind, scope.strategy.degree, scope.strategy.dim, chosen, scope.region, *more])
@@ -459,7 +503,7 @@ def decode_scopes(text: str) -> ScopePath:
                 devices = DeviceSelection(layout=layout, number=number, ranks=tuple(ranks), label=label)
             if not isinstance(region, str):
                 raise TypeError("a region is a string")
-            recompute, attention, divided = (*more, None, None, None)[:3]
+            recompute, attention, divided, offload = (*more, None, None, None, None)[:4]
             state = None if divided is None else StateSharding(divided[0], tuple(divided[1]), divided[2])
             strategy = Strategy(
                 kind=kind,
@@ -469,6 +513,7 @@ def decode_scopes(text: str) -> ScopePath:
                 devices=devices,
                 recompute=recompute,
                 state=state,
+                offload=offload,
             )
             path.append(Scope(strategy=strategy, region=region))
     except (ValueError, TypeError, LookupError, UsageError, RecursionError) as error:

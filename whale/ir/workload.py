@@ -14,7 +14,17 @@ from pydantic import Field
 
 from whale.ir.record import Record
 
-__all__ = ["Boundary", "DeviceMemory", "LinkTime", "Prediction", "Reduction", "StageWork", "Transfer", "Workload"]
+__all__ = [
+    "Boundary",
+    "DeviceMemory",
+    "LinkTime",
+    "NodeMemory",
+    "Prediction",
+    "Reduction",
+    "StageWork",
+    "Transfer",
+    "Workload",
+]
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0)]
@@ -134,7 +144,8 @@ class DeviceMemory(Record):
     """Peak memory of a step on one device by category.
 
     ``activations`` are those of all micro-batches in flight, ``buffers`` of communication, ``workspace`` temporary
-    buffers of operators, ``framework`` runtime and driver.
+    buffers of operators, ``framework`` runtime and driver. ``host_state`` and ``host_activations`` are in the memory of
+    its host, and no part of ``total``.
     """
 
     rank: Rank
@@ -147,6 +158,8 @@ class DeviceMemory(Record):
     buffers: Bytes = 0
     workspace: Bytes = 0
     framework: Bytes = 0
+    host_state: Bytes = 0
+    host_activations: Bytes = 0
 
     @property
     def total(self) -> int:
@@ -162,6 +175,22 @@ class DeviceMemory(Record):
         )
 
 
+class NodeMemory(Record):
+    """Peak memory of a step in the memory of a node itself, of all its ranks together: their ``state`` and
+    ``activations``, and what ``processes`` take."""
+
+    node: str
+    capacity: Bytes
+    state: Bytes = 0
+    activations: Bytes = 0
+    processes: Bytes = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return self.state + self.activations + self.processes
+
+
 class Prediction(Record):
     """Prediction of a plan's step time and memory.
 
@@ -173,7 +202,8 @@ class Prediction(Record):
             The busiest rank is the one whose tasks take longest, the lowest of several.
         breakdown_rank: that rank; None in plans of earlier versions, which have another's breakdown.
         memory: of every device, by rank. (A prediction of a large world may keep one device of each kind.)
-        fits: whether it fits in the memory of every device.
+        hosts: memory of nodes on which ranks keep state or activations, one of each kind.
+        fits: whether it fits in the memory of every device, and of every node.
         source: ``measured`` if layers were timed on these devices, else ``modelled``.
         bubble: fraction of the devices' time in which they wait for other stages.
         flops: of a step of the model (without recomputation); ``mfu`` is their fraction of the devices' peak.
@@ -184,6 +214,7 @@ class Prediction(Record):
     breakdown: dict[str, Seconds] = Field(default_factory=dict)
     breakdown_rank: Rank | None = None
     memory: tuple[DeviceMemory, ...] = ()
+    hosts: tuple[NodeMemory, ...] = ()
     fits: bool = True
     source: Literal["measured", "modelled"] = "modelled"
     bubble: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -152,6 +152,8 @@ def device_memory(cluster: Cluster, rank: int, held: PeakMemory, communicators: 
         activations=held.activations,
         buffers=held.buffers + wasted,
         framework=round(framework_bytes(device.type, len(cluster.devices), communicators)),
+        host_state=held.host_state,
+        host_activations=held.host_activations,
     )
 
 
@@ -177,8 +179,10 @@ def memory_advice(compilation: Compilation, cluster: Cluster, rank: int, schedul
     level = min(own, default=0)
     if level < 3 and any(rank in spec.ranks for spec in compilation.reduces):
         cures.append(f"zero={3 if level else 1}")
-    if not any(stage.state_on_host for stage in compilation.stages):
-        cures.append('offload="state"')
+    hosted = {stage.offload for stage in compilation.stages if rank in stage.mesh.ranks}
+    if hosted != {"both"}:
+        less = "state" if hosted == {"none"} else "both"
+        cures.append(f'offload="{less}"')
     rows = compilation.rows[0]
     if rows > 1:
         smallest = next(n for n in range(2, rows + 1) if rows % n == 0)

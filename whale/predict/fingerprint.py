@@ -72,7 +72,7 @@ def fingerprint(compilation: Compilation, rank: int, program: Program, clock: RN
             tuple(stage.mutated),
             tuple(known.local_program(local, given) for local in compilation.local_programs(stage, rank, clock)),
             tuple(known.fold(compilation, fold) for fold in compilation.folds.get(stage.index, ())),
-            stage.recompute,
+            (stage.recompute, stage.offload),
             _regions(compilation, stage, rank, clock, known) if compilation.computes_again else (),
         )
         for stage in stages
@@ -88,7 +88,7 @@ def sketch(compilation: Compilation, rank: int, program: Program, clock: RNGPosi
         known.number("stage", stage.index)
         lines = [tuple(sorted(stage.mesh.group(axis, rank))) for axis in range(len(stage.mesh.axes))]
         groups = (known.number("ranks", line) for line in lines)
-        computed.append((stage.origin, stage.mesh.coordinates(rank), stage.recompute, *groups))
+        computed.append((stage.origin, stage.mesh.coordinates(rank), stage.recompute, stage.offload, *groups))
     return _fingerprint(compilation, rank, program, known, (tuple(computed), compilation.rows, clock))
 
 
@@ -129,15 +129,14 @@ def _fingerprint(
         for edge in compilation.edges
         if own & {edge.source_stage, edge.target_stage}
     )
-    on_host = any(stage.state_on_host for stage in compilation.stages)
-    read_as = {unit.spec.index: unit.read_as for unit in compilation.units}
+    units = {unit.spec.index: (unit.on_host, unit.read_as) for unit in compilation.units}
     buckets = tuple(
         (
             known.number("bucket", spec.index),
             tuple(known.number("parameter", name) for name in names),
             tuple(known.number("stage", stage) for stage in spec.stages if stage in own),
             len(spec.ranks),
-            (spec.bounds, spec.ranks.index(rank), spec.gathers, spec.each, on_host, read_as.get(spec.index))
+            (spec.bounds, spec.ranks.index(rank), spec.gathers, spec.each, units.get(spec.index))
             if spec.bounds
             else (),
         )

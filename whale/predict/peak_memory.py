@@ -10,10 +10,11 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program, project_rank
 from whale.ir.schedule import Order, peak_in_flight
 from whale.planner.cost.memory import MESSAGES
-from whale.planner.cost.optimizers import Optimizer, costs_of, temporary_bytes
+from whale.planner.cost.optimizers import Optimizer, costs_of, state_elements, temporary_bytes
 from whale.planner.schedules.orders import schedule_order
 from whale.predict.fingerprint import Fingerprint, fingerprint, sketch
 from whale.predict.replay import Event, Log, Replay, marked
@@ -60,12 +61,13 @@ _SMALL_BYTES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TaskBytes:
-    """Memory of one micro-batch on one stage: saved activations, and the peak of each task beyond what existed before
-    it."""
+    """Memory of one micro-batch on one stage: saved activations, the peak of each task beyond what existed before it,
+    and activations that its forward copies to the host."""
 
     kept: int
     forward_peak: int
     backward_peak: int
+    hosted: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +75,9 @@ class PeakMemory:
     """Peak memory of a rank by category, and the memory of the tasks of each of its stages.
 
     ``parameters`` includes buffers of the model, ``activations`` the batch and temporary buffers of operators,
-    ``buffers`` messages to and from other ranks. ``host`` bytes are in the host's memory: what a rank owns there, with
-    gradients and optimizer states. ``tasks`` and ``calls`` are by stage: bytes of a micro-batch, and the
-    collectives that ``rank`` makes in the first one.
+    ``buffers`` messages to and from other ranks. ``host_state`` and ``host_activations`` are in the host's memory: what
+    a rank owns there, with gradients and optimizer states, and what forwards keep there. ``tasks`` and ``calls`` are by
+    stage: bytes of a micro-batch, and the collectives that ``rank`` makes in the first one.
     """
 
     rank: int
@@ -86,7 +88,8 @@ class PeakMemory:
     buffers: int
     tasks: Mapping[int, TaskBytes]
     calls: Mapping[int, TaskCalls]
-    host: int = 0
+    host_state: int = 0
+    host_activations: int = 0
 
     @property
     def total(self) -> int:
@@ -120,7 +123,7 @@ def peak_memory(
     trial.run(_program(compilation, rank, schedule))
     found = trial.found()
     assert found is not None  # nothing is folded
-    return _held(found, rank, optimizer, device, Counter())
+    return _held(found, rank, optimizer, device, Counter(), compilation.most_in_flight)
 
 
 def brief_peak_memory(
@@ -150,7 +153,7 @@ def brief_peak_memory(
     most = compilation.most_in_flight
     kept = sum((most[stage] - 1) * task.kept for stage, task in found.tasks.items())
     messages = (min(MESSAGES, len(compilation.rows)) - 1) * found.at_peak["buffers"]
-    return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages))
+    return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages), most)
 
 
 def _found(
@@ -194,15 +197,19 @@ def _without_data(device: Device) -> AbstractContextManager[Any]:
     return nullcontext() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True)
 
 
+_Shape = tuple[tuple[int, ...], int]
+"""The shape of a parameter, and bytes of its elements."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """Result of a dry run: bytes by category at the peak and after the last backward, those of each trained parameter
-    on the device and on the host, and the memory and calls of the tasks of each stage."""
+    """Result of a dry run: bytes by category at the peak and after the last backward, shapes and bytes of an element of
+    each trained parameter on the device and on the host, and the memory and calls of the tasks of each stage."""
 
     at_peak: Counter[str]
     after: Counter[str]
-    sizes: tuple[int, ...]
-    on_host: tuple[int, ...]
+    trained: tuple[_Shape, ...]
+    on_host: tuple[_Shape, ...]
     tasks: Mapping[int, TaskBytes]
     calls: Mapping[int, TaskCalls]
 
@@ -236,25 +243,38 @@ def _renamed(one: Fingerprint, found: _Found, other: Fingerprint) -> _Found:
     )
 
 
-def _held(found: _Found, rank: int, optimizer: Optimizer, device: Device, more: Counter[str]) -> PeakMemory:
+def _held(
+    found: _Found,
+    rank: int,
+    optimizer: Optimizer,
+    device: Device,
+    more: Counter[str],
+    most_in_flight: Mapping[int, int],
+) -> PeakMemory:
     """Result of a dry run, with *more* bytes at its peak."""
-    costs = costs_of(optimizer)
-    state = costs.states * sum(found.sizes) + costs.counter_bytes * len(found.sizes)
     at_peak = found.at_peak + more
-    update = temporary_bytes(optimizer, found.sizes, processor=device == "cpu")
+    sizes = [prod(shape) * item for shape, item in found.trained]
+    update = temporary_bytes(optimizer, sizes, processor=device == "cpu")
     if found.after.total() + update > at_peak.total():
         at_peak = found.after + Counter(activations=update)
     return PeakMemory(
         rank=rank,
         parameters=at_peak["parameters"],
         gradients=at_peak["gradients"],
-        optimizer=state,
+        optimizer=_states(optimizer, found.trained),
         activations=at_peak["activations"] + _SMALL_BYTES,
         buffers=at_peak["buffers"] + at_peak["sums"],
         tasks=found.tasks,
         calls=found.calls,
-        host=(2 + costs.states) * sum(found.on_host) + costs.counter_bytes * len(found.on_host),
+        host_state=2 * sum(prod(shape) * item for shape, item in found.on_host) + _states(optimizer, found.on_host),
+        host_activations=sum(most_in_flight[stage] * task.hosted for stage, task in found.tasks.items()),
     )
+
+
+def _states(optimizer: Optimizer, trained: Sequence[_Shape]) -> int:
+    """Bytes of an optimizer's states for parameters."""
+    own = sum(state_elements(optimizer, shape) * item for shape, item in trained)
+    return own + costs_of(optimizer).counter_bytes * len(trained)
 
 
 def _splits(program: Program) -> bool:
@@ -408,7 +428,7 @@ class _Trial:
             holder.grad = place
             self.live.mark(place, "gradients")
         for held in [held for held in self.units if held.unit.spec.each][-2:]:  # sums in flight
-            received = len(held.bounds) - 1 if self.device == "cpu" else 1
+            received = 0 if len(held.bounds) == 2 else len(held.bounds) - 1 if self.device == "cpu" else 1
             size = held.bounds[-1] + received * held.own.numel()
             self.in_flight.append(torch.empty(size, dtype=held.unit.dtype, device=self.place))
             self.live.mark(self.in_flight[-1], "sums")
@@ -442,7 +462,7 @@ class _Trial:
             if self.compilation.is_of_several:
                 own = cast_once(own, {name for unit in data.units for name in unit.names})
             own = gathered(own, data.units)
-            if self.compilation.offloads_activations:
+            if placed[stage.index].activations_on_host:
                 own = offloaded(own)
             stages.append(replace(stage, programs=tuple(own)))
         return replace(data, stages=tuple(stages))
@@ -492,7 +512,9 @@ class _Trial:
     def _on_host(self, like: Tensor) -> Tensor:
         """Memory of the host for a tensor."""
         with self.live.elsewhere():
-            return torch.empty_like(like)
+            found = torch.empty_like(like)
+        self.noting.hosted += found.untyped_storage().nbytes()
+        return found
 
     def _replay(self, fold: Fold) -> Replay:
         """The replay of the layers that a fold leaves out."""
@@ -527,8 +549,8 @@ class _Trial:
         return _Found(
             at_peak=self.live.at_peak.copy(),
             after=self.live.by_purpose.copy(),
-            sizes=tuple(parameter.numel() * parameter.element_size() for parameter in trained),
-            on_host=tuple(parameter.numel() * parameter.element_size() for parameter in there),
+            trained=tuple((tuple(parameter.shape), parameter.element_size()) for parameter in trained),
+            on_host=tuple((tuple(parameter.shape), parameter.element_size()) for parameter in there),
             tasks=self.tasks(),
             calls=self.calls(),
         )
@@ -537,7 +559,12 @@ class _Trial:
         """Memory of the tasks of each stage: the maximum over micro-batches."""
         noted = self.noting.noted
         return {
-            stage: TaskBytes(kept=noted["kept", stage], forward_peak=noted["F", stage], backward_peak=noted["B", stage])
+            stage: TaskBytes(
+                kept=noted["kept", stage],
+                forward_peak=noted["F", stage],
+                backward_peak=noted["B", stage],
+                hosted=noted["hosted", stage],
+            )
             for stage in {stage for _, stage in noted}
         }
 
@@ -570,6 +597,8 @@ class _Noting(tuple[Any, ...]):
     called: list[CollectiveCall]
     begin: Callable[[], None]
     in_flight: list[Tensor]
+    hosted: int
+    """Bytes that the task has copied to the host."""
 
     def __iter__(self) -> Iterator[Any]:
         self.begin()
@@ -580,6 +609,7 @@ class _Noting(tuple[Any, ...]):
             if isinstance(instruction, Compute) and instruction.kind not in "FI":
                 self.in_flight.clear()  # a backward first waits for them
             self.called.clear()
+            self.hosted = 0
             self.live.begin_task()
             yield instruction
             if isinstance(instruction, Compute):
@@ -589,6 +619,7 @@ class _Noting(tuple[Any, ...]):
                 self._note((kind, instruction.stage), self.live.task_peak - before)
                 if kind == "F":
                     self._note(("kept", instruction.stage), self.live.now - before)
+                    self._note(("hosted", instruction.stage), self.hosted)
 
     def _note(self, key: tuple[str, int], size: int) -> None:
         self.noted[key] = max(self.noted[key], size)

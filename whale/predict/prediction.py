@@ -14,6 +14,7 @@ from typing import Any
 from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.workload import DeviceMemory, Prediction, Workload
+from whale.planner.cost.hosts import Held, node_memories
 from whale.planner.cost.layers import forward_flops
 from whale.planner.cost.optimizers import Optimizer
 from whale.planner.cost.step import step
@@ -65,12 +66,14 @@ def predict(
     workload, measured = workload_of(compilation, costs, layers, held, schedule)
     timeline = simulate_alike(workload)
     memory = _on_devices(compilation, costs.cluster, held)
+    on_hosts = {one.rank: Held(one.host_state, one.host_activations) for one in memory}
     prediction = step(
         Timing.of(timeline),
         devices=Counter(device.type for device in costs.cluster.devices),
         precision=costs.number,
         flops=3.0 * sum(compilation.rows) * sum(map(forward_flops, costs.profile.chain())),
         memory=memory,
+        hosts=node_memories(costs.cluster, on_hosts),
         measured=measured,
     )
     return Predicted(prediction=prediction, workload=workload, timeline=timeline)

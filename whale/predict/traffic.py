@@ -83,7 +83,7 @@ def traffic(compilation: Compilation, rank: int, clock: RNGPosition | None = Non
     gathers = _gathers(compilation, rank, clock)
     gathered = gathered_bytes(compilation)
     for spec, size in zip(compilation.reduces, bucket_bytes(compilation), strict=True):
-        if rank in spec.ranks:
+        if rank in spec.ranks and len(spec.ranks) > 1:
             op = "reduce_scatter" if spec.bounds else "all_reduce"
             summed = summed_bytes(compilation, spec, size)
             found["gradients", op, spec.ranks, summed] += len(compilation.rows) if spec.each else 1

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from whale.compile.compilation import Compilation
+from whale.ir.cluster import Cluster
 from whale.ir.profile import Interference
 from whale.ir.program import ReduceSpec, box_size
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
+from whale.planner.cost.hosts import adding_on_host, link_to_host, stepping_on_host, with_copies
 from whale.planner.cost.sharded import ShardedUnit, arrival_seconds, scattered_by, sharded_seconds
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
 from whale.planner.network.communication import CommunicationCost, send
@@ -49,11 +51,11 @@ def workload_of(
     for stage, own in zip(compilation.stages, layers, strict=True):
         spent = _spent(costs, own)
         work, backward = _stage_work(costs, stage, spent, held, moving)
-        works.append(divided.with_gathers(work, stage.index, own))
+        works.append(divided.with_copies(divided.with_gathers(work, stage.index, own), stage, held))
         backwards |= {(stage.index, rank): one for rank, one in backward.items()}
         measured = measured and all(one.measured for one in spent.values())
         for rank, one in spent.items():
-            update[rank] += one.update * divided.owned(stage.index, rank)
+            update[rank] += divided.update(stage, rank, one.update)
     ranks = tuple(sorted(held))
     agreed = costs.collective("all_reduce", ranks, AGREED_BYTES) if len(ranks) > 1 else 0.0
     types = {device.type for device in costs.cluster.devices}
@@ -288,6 +290,7 @@ def _reductions(
     """The buckets of gradients that are summed once a step, in the order in which they are launched; of those that are
     summed in each backward the last sum, which nothing hides in the last one."""
     found = []
+    copies = _copies(compilation, costs.cluster)
     each = [spec for spec in compilation.reduces if spec.each]
     last = {(spec.ranks, spec.stages): spec.index for spec in each}
     for spec, size, ready in zip(
@@ -301,6 +304,7 @@ def _reductions(
         seconds = cost.seconds
         if spec.bounds:
             seconds = costs.collective(_scattered_by(costs, spec), spec.ranks, size, num_alike)
+            seconds = max(seconds, copies.get(spec.index, 0.0))
         found.append(
             Reduction(
                 ranks=spec.ranks,
@@ -369,6 +373,21 @@ def _backwards_before(costs: Costs, stage: StageLayers, rank: int) -> dict[int, 
     return found
 
 
+def _copies(compilation: Compilation, cluster: Cluster) -> dict[int, float]:
+    """Seconds in which the slowest rank of each bucket on hosts copies its stretch to its host, or from it."""
+    links: dict[int, float] = {}
+    found = {}
+    for unit in compilation.units:
+        if unit.on_host:
+            spent = 0.0
+            for rank, (first, last) in zip(unit.spec.ranks, pairwise(unit.spec.bounds), strict=True):
+                if rank not in links:
+                    links[rank] = link_to_host(cluster, rank)
+                spent = max(spent, (last - first) * unit.dtype.itemsize / links[rank])
+            found[unit.spec.index] = spent
+    return found
+
+
 def _scattered_by(costs: Costs, spec: ReduceSpec) -> str:
     return scattered_by(costs.cluster.devices[rank].type for rank in spec.ranks)
 
@@ -402,15 +421,16 @@ class _Divided:
     def of(cls, compilation: Compilation, costs: Costs) -> _Divided:
         """The exchanges of a compilation."""
         buckets, gathered = [], gathered_bytes(compilation)
+        copies = _copies(compilation, costs.cluster)
         whole: dict[tuple[int, int], tuple[float, float]] = {}
         triples = zip(compilation.reduces, compilation.bucket_parameters, bucket_bytes(compilation), strict=True)
         for spec, names, size in triples:
             own = dict.fromkeys(spec.ranks, 1.0)
             if spec.bounds:
                 num_alike = _num_alike(compilation, spec)
-                gather = costs.collective("all_gather", spec.ranks, gathered[spec.index], num_alike)
-                summed = summed_bytes(compilation, spec, size)
-                reduce = costs.collective(_scattered_by(costs, spec), spec.ranks, summed, num_alike)
+                copied, summed = copies.get(spec.index, 0.0), summed_bytes(compilation, spec, size)
+                gather = max(copied, costs.collective("all_gather", spec.ranks, gathered[spec.index], num_alike))
+                reduce = max(copied, costs.collective(_scattered_by(costs, spec), spec.ranks, summed, num_alike))
                 buckets.append(_Bucket(spec, names, size, gather, reduce if spec.each else 0.0))
                 stretches = zip(spec.ranks, pairwise(spec.bounds), strict=True)
                 own = {rank: (last - first) / max(1, spec.bounds[-1]) for rank, (first, last) in stretches}
@@ -420,10 +440,33 @@ class _Divided:
         gathers = [spec.index for spec in compilation.gathers]
         return cls(costs=costs, buckets=buckets, gathers=gathers, whole=whole)
 
-    def owned(self, stage: int, rank: int) -> float:
-        """The part of a stage's trained parameters that a rank updates."""
-        whole, own = self.whole.get((stage, rank), (0.0, 0.0))
-        return own / whole if whole else 1.0
+    def update(self, stage: PlacedStage, rank: int, seconds: float) -> float:
+        """Seconds of the optimizer for what a rank owns of a stage, of which it would take *seconds* for all on its
+        device."""
+        whole, own = self.whole.get((stage.index, rank), (0.0, 0.0))
+        if stage.state_on_host:
+            return stepping_on_host(self.costs.cluster, rank, own, self.costs.optimizer)
+        return seconds * (own / whole) if whole else seconds
+
+    def with_copies(self, work: StageWork, stage: PlacedStage, held: Mapping[int, PeakMemory]) -> StageWork:
+        """A stage's work in no less time than what its tasks copy to the host and from it."""
+        if stage.offload == "none":
+            return work
+        read, summed = Counter[int](), Counter[int]()
+        for bucket in self.buckets if stage.state_on_host else ():
+            if stage.index in bucket.spec.stages:
+                for rank, (first, last) in zip(bucket.spec.ranks, pairwise(bucket.spec.bounds), strict=True):
+                    own = bucket.bytes * (last - first) // max(1, bucket.spec.bounds[-1])
+                    read[rank] += own if bucket.spec.gathers == "task" else 0
+                    summed[rank] += own if bucket.spec.each else 0
+        forward, backward, cluster = [], [], self.costs.cluster
+        for rank, ahead, back in zip(work.ranks, work.forward, work.backward, strict=True):
+            kept, link = held[rank].tasks[stage.index].hosted, link_to_host(cluster, rank)
+            ahead, back = with_copies(ahead, back, kept=kept, read=read[rank], summed=summed[rank], link=link)
+            added = adding_on_host(cluster, rank, summed[rank]) * (1 - 1 / self.costs.micro_batches)
+            forward.append(ahead)
+            backward.append(back + added)
+        return work.model_copy(update={"forward": tuple(forward), "backward": tuple(backward)})
 
     def with_gathers(self, work: StageWork, stage: int, layers: StageLayers) -> StageWork:
         """A stage's work with the collectives of its tasks and with what its first forward waits for."""

@@ -25,6 +25,7 @@ class RankLocation:
         device_type: the driver's name in the form of the catalog, such as ``A100-SXM4-80GB``; ``cpu`` for a processor.
         node: the name of the host.
         memory_bytes: of the device.
+        host_bytes: memory of the host; 0: unknown.
         agent: the number of the launcher's process that has started it, if it is known.
         stands_for: the device type that `DEVICE_TYPE` gives a processor.
     """
@@ -33,6 +34,7 @@ class RankLocation:
     device_type: str
     node: str
     memory_bytes: int
+    host_bytes: int = 0
     agent: str = ""
     stands_for: str = ""
 
@@ -44,7 +46,8 @@ def location_of(rank: int, device: torch.device) -> RankLocation:
         rank=rank,
         device_type=_device_name(device) if is_cuda else "cpu",
         node=socket.gethostname(),
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=_memory_bytes(device) if is_cuda else _host_bytes(),
+        host_bytes=_host_bytes(),
         agent=os.environ.get("GROUP_RANK", ""),
         stands_for="" if is_cuda else os.environ.get(DEVICE_TYPE, ""),
     )
@@ -56,6 +59,8 @@ def _device_name(device: torch.device) -> str:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

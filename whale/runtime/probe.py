@@ -31,6 +31,7 @@ __all__ = [
     "Measured",
     "collective_seconds",
     "copy_seconds",
+    "host_copy_seconds",
     "interference",
     "layer_seconds",
     "matmul_seconds",
@@ -140,6 +141,15 @@ def copy_seconds(num_bytes: int, *, device: torch.device, seconds: float) -> Mea
     source = torch.ones(num_bytes // 8, device=device)
     target = torch.empty_like(source)
     return measure(lambda: target.copy_(source), device=device, seconds=seconds)
+
+
+def host_copy_seconds(num_bytes: int, *, device: torch.device, to_device: bool, seconds: float) -> Measured:
+    """Seconds of a copy of some bytes between the host's memory, pinned where *device* is a GPU, and a device."""
+    pinned = device.type == "cuda"
+    here = torch.ones(num_bytes // 4, pin_memory=pinned)
+    there = torch.empty_like(here, device=device, pin_memory=False)
+    target, source = (there, here) if to_device else (here, there)
+    return measure(lambda: target.copy_(source, non_blocking=pinned), device=device, seconds=seconds)
 
 
 # --- links ------------------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class _Pending:
     exchanged: Tensor | None = None  # the same in the dtype of the sum, if it is another
     work: dist.Work | None = None
     own: Tensor | None = None  # sum of this rank's stretch of a unit
+    started: bool = False  # before its turn
 
     @property
     def is_complete(self) -> bool:
@@ -86,6 +87,8 @@ class _Pending:
 
 class Reducer:
     """Sums gradients of one rank's buckets, in the order in which they are given, which must be the program's.
+
+    A bucket of one rank alone starts when it is complete, whatever comes before it.
 
     In a step: `begin`; `arm` before a backward of a stage and `finished` after it, for the last one, and for others if
     `sums_each`; `launch` at the latest when the program says so; `finish`. Existing gradients, from a step whose
@@ -267,8 +270,17 @@ class Reducer:
         if parameter in pending.ready:
             raise ScheduleError(f"a parameter of bucket {pending.bucket.index} got two gradients in one backward")
         pending.ready.add(parameter)
-        if pending.is_complete:
-            self._start_ready()
+        if not pending.is_complete:
+            return
+        if len(pending.bucket.ranks) == 1 and pending.bucket.unit is not None:  # no other rank waits for it
+            self._start(pending)
+            if pending in self._round:
+                self._round.remove(pending)
+                if not self._round:
+                    return
+            else:
+                pending.started = True
+        self._start_ready()
 
     def _start_ready(self, launched: int | None = None) -> None:
         """Start buckets, in order, up to the first that is not ready, or that the program has not *launched*."""
@@ -278,12 +290,13 @@ class Reducer:
             return
         while self._next < len(self._pending):
             pending = self._pending[self._next]
-            if pending.stages and not pending.is_complete:
-                return
-            if not pending.bucket.early and pending.bucket.index != launched:
-                return
+            if not pending.started:
+                if pending.stages and not pending.is_complete:
+                    return
+                if not pending.bucket.early and pending.bucket.index != launched:
+                    return
+                self._start(pending)
             self._next += 1
-            self._start(pending)
 
     def _start(self, pending: _Pending) -> None:
         bucket = pending.bucket
