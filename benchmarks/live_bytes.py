@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -23,7 +24,7 @@ def living() -> dict[int, Tensor]:
     gc.collect()
     found = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
     found += [x.grad for x in found if x.grad is not None]
-    return {x.untyped_storage()._cdata: x for x in found if x.device.type == "cpu"}
+    return {x.untyped_storage()._cdata: x for x in found if x.device.type == "cpu" and x.layout is torch.strided}
 
 
 class LiveBytes(TorchDispatchMode):
