@@ -24,7 +24,7 @@ from whale.graph.partition import is_random
 from whale.graph.values import Value, needs_grad, output_shapes, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.state import StateSharding
-from whale.ir.strategy import Offload, Recompute
+from whale.ir.strategy import Offload, Offloading, Recompute
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.attention import CausalRows, has_kernel
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
@@ -49,7 +49,7 @@ _NOT_FLOATING = ASKED | COLLECTIVES.keys()
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacedStage:
+class PlacedStage(Offloading):
     """A stage with a placement for everything: the input of the lowering, the same on every rank.
 
     ``choices[node]`` and ``stored[value]`` have one entry per mesh axis, time first. ``sent`` and ``mutated`` are the
@@ -81,16 +81,6 @@ class PlacedStage:
     state: StateSharding | None = None
     offload: Offload = "none"
     origin: object = field(default_factory=object, compare=False)
-
-    @property
-    def state_on_host(self) -> bool:
-        """Whether its ranks keep what they own in the host's memory."""
-        return self.offload in ("state", "both")
-
-    @property
-    def activations_on_host(self) -> bool:
-        """Whether its forwards keep there what its backwards read."""
-        return self.offload in ("activations", "both")
 
 
 def lower(

@@ -31,7 +31,7 @@ from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import GradientDtype, Plan
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import RECOMPUTES, Offload, Recompute, offload_of
+from whale.ir.strategy import RECOMPUTES, STATE_ON_HOST, Offload, Recompute, offload_of
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
@@ -344,7 +344,7 @@ def _state(
         check_type("state_shares", shares, (list, tuple), "a list of numbers, or 'auto'")
     if not zero and hosted in (None, "none", "activations") and (shares or align):
         raise UsageError("state_shares and state_align say how zero= divides the state: give zero=1, 2 or 3")
-    level = 1 if zero == "auto" or (hosted in ("state", "both") and not zero) else zero
+    level = 1 if zero == "auto" or (hosted in STATE_ON_HOST and not zero) else zero
     own = tuple(shares or ()) if shares != "auto" else ()
     return None if level is None else StateSharding(level, own, align or "row")
 

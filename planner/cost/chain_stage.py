@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from math import lcm
 
 from whale.ir.state import StateSharding
-from whale.ir.strategy import Offload, Recompute
+from whale.ir.strategy import Offload, Offloading, Recompute
 
 __all__ = ["ChainStage"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainStage:
+class ChainStage(Offloading):
     """A stage: a range of the chain of layers on a mesh of ranks.
 
     Attributes:
@@ -50,16 +50,6 @@ class ChainStage:
         if self.offload != "none" and self.state_on_host:
             return max(1, self.state.level if self.state is not None else 1)
         return self.state.level if self.state is not None and len(self.data_group) > 1 else 0
-
-    @property
-    def state_on_host(self) -> bool:
-        """Whether its devices keep what they own of the state in the host's memory."""
-        return self.offload in ("state", "both")
-
-    @property
-    def activations_on_host(self) -> bool:
-        """Whether its forwards keep there what its backwards read."""
-        return self.offload in ("activations", "both")
 
     def share(self, index: int) -> float:
         """The part of the state that a replica owns.

@@ -16,7 +16,7 @@ from typing import Literal
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.ir.strategy import Offload, Recompute
+from whale.ir.strategy import STATE_ON_HOST, Offload, Recompute
 from whale.planner.cost.precision import precision_named
 
 __all__ = ["Configuration", "Layout", "blocks_of", "even_cuts", "require_parts"]
@@ -80,7 +80,7 @@ class Configuration:
     @property
     def level(self) -> int:
         """How much of the state is divided, as Whale runs it."""
-        return max(1, self.zero) if self.offload in ("state", "both") else self.zero
+        return max(1, self.zero) if self.offload in STATE_ON_HOST else self.zero
 
 
 @dataclass(frozen=True, kw_only=True)

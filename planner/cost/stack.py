@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from whale.ir.cluster import DeviceType
-from whale.ir.strategy import Offload, Recompute
+from whale.ir.strategy import Offload, Offloading, Recompute
 from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.layers import attention_is_fused
 from whale.planner.cost.precision import Precision
@@ -22,7 +22,7 @@ Attention = Literal["auto", "fused", "unfused"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
+class Stack(Offloading):
     """A training stack and how it is set.
 
     Attributes:
@@ -57,16 +57,6 @@ class Stack:
         """On what costs of a layer depend: what is computed again, what is on the host, and at which level of state
         there."""
         return self.recompute, self.offload, self.zero if self.state_on_host else 0
-
-    @property
-    def state_on_host(self) -> bool:
-        """Whether devices keep what they own of parameters, gradients and optimizer states in the host's memory."""
-        return self.offload in ("state", "both")
-
-    @property
-    def activations_on_host(self) -> bool:
-        """Whether forwards keep there what backwards read."""
-        return self.offload in ("activations", "both")
 
     @property
     def scatters(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal
 from whale.errors import UsageError
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.state import LEVELS, Align
-from whale.ir.strategy import OFFLOADS, RECOMPUTES, Offload, Recompute
+from whale.ir.strategy import OFFLOADS, RECOMPUTES, STATE_ON_HOST, Offload, Recompute
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -239,7 +239,7 @@ class SearchSettings:
         """The rule of recompute, the level of state and the offload of plans that are looked for first."""
         offload: Offload = "none" if self.offload == "auto" else self.offload
         level = 0 if self.zero == "auto" else self.zero
-        if offload in ("state", "both"):
+        if offload in STATE_ON_HOST:
             level = max(1, level)
         return "none" if self.recompute == "auto" else self.recompute, level, offload
 

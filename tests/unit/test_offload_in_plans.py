@@ -149,7 +149,7 @@ def test_annotations_say_what_is_on_the_host() -> None:
     assert {unit.spec.ranks for unit in compilation.units if unit.on_host} == {(0,)}
     twice = decoder(layers=2)
     whale.annotate(twice, {"": [stage(offload="state"), replicate(offload="both")]})
-    with pytest.raises(AnnotationError, match="stage 0 say offload='state' and 'both'"):
+    with pytest.raises(AnnotationError, match="stage 0 say offload='state' and offload='both'"):
         compile_model(twice, tokens(4, 8), machines(2), Options(), device="cpu", training=True)
 
 

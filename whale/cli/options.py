@@ -9,7 +9,7 @@ import click
 
 from whale.errors import UsageError
 from whale.ir.state import LEVELS, StateSharding
-from whale.ir.strategy import OFFLOADS, Offload
+from whale.ir.strategy import OFFLOADS, STATE_ON_HOST, Offload
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -156,9 +156,9 @@ def sharding_of(
     Raises:
         UsageError: they contradict each other.
     """
-    if not zero and offload not in ("state", "both") and (shares or align):
+    if not zero and offload not in STATE_ON_HOST and (shares or align):
         raise UsageError("--state-shares and --state-align say how --zero divides the state: give --zero 1, 2 or 3")
-    level = 1 if zero == "auto" or (offload in ("state", "both") and not zero) else zero
+    level = 1 if zero == "auto" or (offload in STATE_ON_HOST and not zero) else zero
     own = shares if isinstance(shares, tuple) else ()
     return None if level is None else StateSharding(level, own, align or "row")
 

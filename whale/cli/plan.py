@@ -32,7 +32,7 @@ from whale.cli.options import (
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import RECOMPUTES, Offload, Recompute
+from whale.ir.strategy import RECOMPUTES, STATE_ON_HOST, Offload, Recompute
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def plan(
         choice = _of_profile(profile, cluster, *size, recompute, state, gradient_dtype, offload)
         _show(choice.plan, choice.prediction, choice.candidate.workload, cluster, output, as_json)
         return
-    if costs_of(optimizer).factored and (zero or offload in ("state", "both")):
+    if costs_of(optimizer).factored and (zero or offload in STATE_ON_HOST):
         if state_align == "row":
             raise UsageError(f"--state-align row: {optimizer} computes with whole matrices; use parameter")
         state_align = "parameter"

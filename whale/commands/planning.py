@@ -245,7 +245,11 @@ def make_plan(
         except InfeasibleError as error:
             problem = error
             continue
-        why = (*_why_again(rules), *_why_divided(levels), *_why_on_host(words))
+        why = (
+            *_why_least("recompute", RECOMPUTES, rules),
+            *_why_least("zero", LEVELS, levels),
+            *_why_least("offload", OFFLOADS, words),
+        )
         found.append(replace(one, reasons=(*why, *one.reasons)))
     if found:
         return min(found, key=lambda one: one.predicted.prediction.step_seconds)
@@ -325,31 +329,13 @@ def _with_state(plan: Plan, memory: Sequence[DeviceMemory]) -> Plan:
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-def _why_divided(levels: Sequence[int]) -> Iterator[str]:
-    """Why replicas divide their state, in sentences."""
-    for level in LEVELS[1:]:
-        stages = [str(index) for index, own in enumerate(levels) if own == level]
+def _why_least(name: str, ladder: Sequence[Any], chosen: Sequence[Any]) -> Iterator[str]:
+    """Why stages have more than the first of a ladder of changes that save memory, in sentences."""
+    for each in ladder[1:]:
+        stages = [str(index) for index, own in enumerate(chosen) if own == each]
         if stages:
             which = "stage" if len(stages) == 1 else "stages"
-            yield f"zero {level} in {which} {', '.join(stages)}: with less of it their devices lack memory"
-
-
-def _why_on_host(words: Sequence[Offload]) -> Iterator[str]:
-    """Why stages have something on the host, in sentences."""
-    for word in OFFLOADS[1:]:
-        stages = [str(index) for index, own in enumerate(words) if own == word]
-        if stages:
-            which = "stage" if len(stages) == 1 else "stages"
-            yield f"offload {word!r} in {which} {', '.join(stages)}: with less of it their devices lack memory"
-
-
-def _why_again(rules: Sequence[Recompute]) -> Iterator[str]:
-    """Why stages compute values again, in sentences."""
-    for rule in RECOMPUTES[1:]:
-        stages = [str(index) for index, own in enumerate(rules) if own == rule]
-        if stages:
-            which = "stage" if len(stages) == 1 else "stages"
-            yield f"recompute {rule!r} in {which} {', '.join(stages)}: with less of it their devices lack memory"
+            yield f"{name} {each!r} in {which} {', '.join(stages)}: with less of it their devices lack memory"
 
 
 def _balanced(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import StageSpec
 from whale.ir.schedule import Task
 from whale.ir.state import StateSharding
-from whale.ir.strategy import Offload, Recompute, ScopePath, Strategy
+from whale.ir.strategy import STATE_ON_HOST, Offload, Recompute, ScopePath, Strategy
 from whale.planner.assignment.assign import Assignment, StageRequest, place, place_interleaved
 from whale.planner.assignment.from_plan import place_as_planned
 from whale.planner.cost.precision import DTYPES
@@ -278,24 +278,11 @@ def states_of(cut: Partition, options: Options) -> tuple[StateSharding | None, .
         AnnotationError: annotations of a stage contradict each other.
         PlanMismatchError: plan and annotation do.
     """
-    planned = [stage.state for stage in options.plan.stages] if options.plan is not None else []
-    found: list[StateSharding | None] = []
-    for index, graph in enumerate(cut.stages):
-        asked = list(dict.fromkeys(one.state for one in _strategies(graph) if one.state is not None))
-        if len(asked) > 1:
-            raise AnnotationError(
-                f"annotations of stage {index} say {asked[0]} and {asked[1]}, but the state of a stage is divided in "
-                "one way; change one of them"
-            )
-        own = planned[index] if planned else None
-        told = None if own is None else own.sharding
-        if told is not None and asked and told != asked[0]:
-            raise PlanMismatchError(
-                f"the plan's stages.{index}.state is {told}, but an annotation asks for {asked[0]}; change one of them"
-            )
-        given = options.state[index] if isinstance(options.state, tuple) else options.state
-        found.append(told or (asked[0] if asked else given))
-    return tuple(found)
+    plan = options.plan
+    planned = [None if own.state is None else own.state.sharding for own in plan.stages] if plan is not None else []
+    given = options.state if isinstance(options.state, tuple) else (options.state,) * len(cut.stages)
+    told = _told(cut, planned, lambda strategy: strategy.state, "state")
+    return tuple(own or other for own, other in zip(told, given, strict=True))
 
 
 def offloads_of(cut: Partition, options: Options) -> tuple[Offload, ...]:
@@ -315,27 +302,43 @@ def offloads_told(cut: Partition, plan: Plan | None) -> tuple[Offload | None, ..
         PlanMismatchError: plan and annotation do.
     """
     planned = [stage.offload for stage in plan.stages] if plan is not None else []
-    found: list[Offload | None] = []
+    return _told(cut, planned, lambda strategy: strategy.offload, "offload")
+
+
+_T = TypeVar("_T")
+
+
+def _told(
+    cut: Partition, planned: Sequence[_T | None], of: Callable[[Strategy], _T | None], field: str
+) -> tuple[_T | None, ...]:
+    """The value of each stage that the plan says, or else an annotation; None where neither does.
+
+    Raises:
+        AnnotationError: annotations of a stage contradict each other.
+        PlanMismatchError: plan and annotation do.
+    """
+    found: list[_T | None] = []
     for index, graph in enumerate(cut.stages):
-        asked = list(dict.fromkeys(one.offload for one in _strategies(graph) if one.offload is not None))
+        asked = list(dict.fromkeys(one for one in map(of, _strategies(graph)) if one is not None))
         if len(asked) > 1:
+            first, second = (f"{field}={one!r}" if isinstance(one, str) else str(one) for one in asked[:2])
             raise AnnotationError(
-                f"annotations of stage {index} say offload={asked[0]!r} and {asked[1]!r}, but a stage has one way; "
-                "change one of them"
+                f"annotations of stage {index} say {first} and {second}, but a stage has one {field}; change one of "
+                "them"
             )
-        told = planned[index] if planned else None
-        if told is not None and asked and told != asked[0]:
+        own = planned[index] if planned else None
+        if own is not None and asked and own != asked[0]:
+            ours, theirs = (repr(one) if isinstance(one, str) else str(one) for one in (own, asked[0]))
             raise PlanMismatchError(
-                f"the plan's stages.{index}.offload is {told!r}, but an annotation asks for {asked[0]!r}; change one "
-                "of them"
+                f"the plan's stages.{index}.{field} is {ours}, but an annotation asks for {theirs}; change one of them"
             )
-        found.append(told or (asked[0] if asked else None))
+        found.append(own if own is not None else asked[0] if asked else None)
     return tuple(found)
 
 
 def _on_host(state: StateSharding | None, offload: Offload) -> StateSharding | None:
     """How a stage divides its state: ranks that have it on the host own stretches."""
-    if offload not in ("state", "both") or (state is not None and state.level):
+    if offload not in STATE_ON_HOST or (state is not None and state.level):
         return state
     return StateSharding(1)
 

@@ -16,19 +16,22 @@ from whale.errors import AnnotationError, UsageError
 from whale.ir.state import Align, StateSharding
 
 __all__ = [
+    "ACTIVATIONS_ON_HOST",
     "ATTENTIONS",
-    "OFFLOADS",
-    "RECOMPUTES",
-    "REPLICAS",
-    "SHARDS",
     "Along",
     "Attention",
     "DeviceSelection",
     "Kind",
     "Layout",
+    "OFFLOADS",
+    "Offloading",
+    "RECOMPUTES",
+    "REPLICAS",
     "Recompute",
     "RegionRole",
     "Role",
+    "SHARDS",
+    "STATE_ON_HOST",
     "Scope",
     "ScopePath",
     "StageCut",
@@ -38,11 +41,11 @@ __all__ = [
     "decode_scopes",
     "divides_batch",
     "encode_scopes",
+    "offload_of",
     "parse_strategy",
     "region_of",
     "role_of_axis",
     "shards_operators",
-    "offload_of",
     "state_of",
 ]
 
@@ -67,6 +70,26 @@ Offload = Literal["none", "activations", "state", "both"]
 parameters, gradients and optimizer states; or both."""
 
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+
+STATE_ON_HOST, ACTIVATIONS_ON_HOST = frozenset(("state", "both")), frozenset(("activations", "both"))
+"""The words by which each of them is there."""
+
+
+class Offloading:
+    """A stage, or prices of one, with a word for what is in the host's memory."""
+
+    offload: Offload
+
+    @property
+    def state_on_host(self) -> bool:
+        """Whether devices keep what they own of parameters, gradients and optimizer states in the host's memory."""
+        return self.offload in STATE_ON_HOST
+
+    @property
+    def activations_on_host(self) -> bool:
+        """Whether forwards keep there what backwards read."""
+        return self.offload in ACTIVATIONS_ON_HOST
+
 
 Attention = Literal["gather", "ring", "ulysses"]
 """How ranks that each have a part of a sequence compute its attention: each gathers the keys and values of all; they
