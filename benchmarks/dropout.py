@@ -9,6 +9,7 @@ as the local model does; the local model runs the same two.
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ import whale
 from whale.cli.model_loader import load_model
 from whale.runtime.random import RNGPosition, SeededDropout, column_numbers, row_numbers
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CPU = torch.device("cpu")
 SIDE = 1024
 SIZES: dict[str, object] = {"layers": 12, "hidden": 128, "heads": 4, "seq": 128, "vocab": 512, "batch_size": 8}
@@ -37,7 +39,7 @@ def step_row(repeats: int) -> tuple[str, ...]:
     """Whale's step with dropout against its step without."""
     sides = []
     for dropout in (0.1, 0.0):
-        loaded = load_model("examples/models/gpt.py:gpt", {**SIZES, "dropout": dropout}, device="cpu")
+        loaded = load_model(f"{EXAMPLES}/models/gpt.py:gpt", {**SIZES, "dropout": dropout}, device="cpu")
         parallel = whale.parallelize(loaded.model, loaded.batch, device="cpu", micro_batches=2)
         sides.append(lambda parallel=parallel, batch=loaded.batch: (parallel.zero_grad(), parallel.train_step(**batch)))
     case = "GPT of 12 layers, with dropout everywhere against without"
@@ -57,8 +59,8 @@ def attention_row(width: int, repeats: int) -> tuple[str, ...]:
 
 def local_row(repeats: int) -> tuple[str, ...]:
     """Whale's step with dropout against the local model's."""
-    loaded = load_model("examples/models/gpt.py:gpt", {**SIZES, "dropout": 0.1}, device="cpu")
-    local = load_model("examples/models/gpt.py:gpt", {**SIZES, "dropout": 0.1}, device="cpu").model
+    loaded = load_model(f"{EXAMPLES}/models/gpt.py:gpt", {**SIZES, "dropout": 0.1}, device="cpu")
+    local = load_model(f"{EXAMPLES}/models/gpt.py:gpt", {**SIZES, "dropout": 0.1}, device="cpu").model
     parallel = whale.parallelize(loaded.model, loaded.batch, device="cpu", micro_batches=2)
     parts = [{name: x.chunk(2)[i] for name, x in loaded.batch.items()} for i in range(2)]
 

@@ -1,0 +1,114 @@
+"""Scripts on ranks of their own, as under torchrun, in processes that have made their imports.
+
+A process of torchrun imports torch, transformers and Whale for seconds, once for each rank and once for the agent. The
+ranks here are forked from the server of `harness`, so a script costs what it computes. Tests of what an agent does (it
+restarts ranks, it ends the others) run torchrun itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed.harness import PRELOADED
+
+ROOT = Path(__file__).resolve().parents[2]
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GRACE_SECONDS = 20.0
+"""How long ranks may go on after one of them failed: they name it, which takes them up to their own timeout."""
+
+
+class Ended(NamedTuple):
+    """What processes wrote, in the order of their ranks, and the first exit code that is not 0."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_script(
+    *command: str,
+    ranks: int = 0,
+    folder: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 110.0,
+) -> Ended:
+    """Run a script and its arguments (``-m`` and a module instead) on each of *ranks*, or in one plain process."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
+    common = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
+    common |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    common |= environment or {}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    with tempfile.TemporaryDirectory() as outputs:
+        processes = []
+        for rank in range(max(ranks, 1)):
+            own = dict(common)
+            if store is not None:
+                own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+                own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+                own |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+            process = context.Process(target=_run, args=(command, own, str(folder), f"{outputs}/{rank}"))
+            process.start()
+            processes.append(process)
+        end, running = time.monotonic() + timeout, list(processes)
+        while running and (left := end - time.monotonic()) > 0:
+            ended = wait([process.sentinel for process in running], left)
+            running = [process for process in running if process.sentinel not in ended]
+            if any(process.exitcode for process in processes if process not in running):
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+        for process in running:
+            process.kill()
+        for process in processes:
+            process.join()
+        written = [
+            "".join(Path(f"{outputs}/{rank}.{kind}").read_text() for rank in range(len(processes)))
+            for kind in ("stdout", "stderr")
+        ]
+    codes = [process.exitcode or 0 for process in processes]
+    return Ended(next((code for code in codes if code), 0), *written)
+
+
+def _run(command: tuple[str, ...], environment: dict[str, str], folder: str, output: str) -> None:
+    """Become a process that was started with *command*."""
+    for number, kind in ((1, "stdout"), (2, "stderr")):
+        file = os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    code: object = 0
+    try:
+        if command[0] == "-m":
+            sys.argv = list(command[1:])
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(command)
+            sys.path.insert(0, str(Path(command[0]).resolve().parent))
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as error:
+        code = error.code or 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
