@@ -3,14 +3,12 @@ has."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.distributed.test_examples import ROOT, run
+from tests.distributed.scripts import run_script
+from tests.distributed.test_examples import EXAMPLES, run
 
 
 def test_dlrm_holds_every_table_whole_on_one_rank() -> None:
@@ -48,9 +46,8 @@ def test_bert_on_three_ranks_has_three_stages() -> None:
 def test_ranks_that_an_example_has_no_use_for_are_refused_in_a_sentence(
     name: str, arguments: tuple[str, ...], says: str
 ) -> None:
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "3", "PYTHONPATH": str(ROOT)}  # one rank, by itself
-    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    one_of_three = {"RANK": "0", "WORLD_SIZE": "3"}
+    done = run_script(str(EXAMPLES / name), *arguments, environment=one_of_three)
     assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.distributed.scripts import run_script
 from whale.ir.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,11 +43,7 @@ annotations = {{"layers.[0-1]" = "stage()", "layers.2" = "stage()"}}
 
 
 def run(*arguments: str, ranks: int = 0) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"CUDA_VISIBLE_DEVICES": ""}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, str(FOLDER / "run.py"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = run_script(str(FOLDER / "run.py"), *arguments, ranks=ranks, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

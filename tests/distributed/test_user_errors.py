@@ -6,8 +6,6 @@ And annotations whose effect only several ranks show: clusters of two device typ
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -23,6 +21,7 @@ from torch import nn
 import whale
 from tests.distributed.harness import Ranks
 from tests.distributed.parity import Worlds
+from tests.distributed.scripts import run_script
 from tests.small_models import decoder, tokens
 from whale import api
 from whale.api import parallelize
@@ -35,26 +34,19 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 6.0
 
 
-def start(folder: Path, script: str, *, processes: int, arguments: tuple[str, ...] = ()) -> tuple[int, str, float]:
-    """Run a script under torchrun; return its exit code, what it wrote, and the seconds it took."""
+def start(folder: Path, script: str, *, processes: int) -> tuple[int, str]:
+    """Run a script on ranks of its own; return its exit code and what it wrote."""
     file = folder / "train.py"
     file.write_text(textwrap.dedent(script))
-    return torchrun(str(file), *arguments, processes=processes)
-
-
-def torchrun(*target: str, processes: int) -> tuple[int, str, float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *target]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    begin = time.monotonic()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False, cwd=ROOT)
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
+    done = run_script(str(file), ranks=processes)
+    return done.returncode, done.stdout + done.stderr
 
 
 # --- ranks that do not come, fail, or leave ---------------------------------------------------------------------------
 
 
 def test_a_rank_that_did_not_start_is_named_by_the_others(tmp_path: Path) -> None:
-    code, text, _ = start(
+    code, text = start(
         tmp_path,
         """
         import os, sys, time
@@ -282,7 +274,8 @@ def rows_coupled(batch_size=4):
 def test_whale_verify_compares_on_every_rank_and_exits_with_0(tmp_path: Path) -> None:
     file = tmp_path / "my_model.py"
     file.write_text(MODEL)
-    code, text, _ = torchrun("-m", "whale", "verify", "--model", f"{file}:build", "--set", "layers=2", processes=2)
+    done = run_script("-m", "whale", "verify", "--model", f"{file}:build", "--set", "layers=2", ranks=2)
+    code, text = done.returncode, done.stdout + done.stderr
     assert code == 0, text
     assert "on 2 rank(s)" in text
     assert text.count("parity: ok") == 1
@@ -303,9 +296,7 @@ def model_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_whale_verify_prints_json_alone_too(tmp_path: Path) -> None:
     file = tmp_path / "my_model.py"
     file.write_text(MODEL)
-    command = [sys.executable, "-m", "whale", "verify", "--model", f"{file}:build", "--json"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
+    done = run_script("-m", "whale", "verify", "--model", f"{file}:build", "--json")
     assert done.returncode == 0, done.stderr
     assert "on 1 rank(s)" in done.stderr
     report = json.loads(done.stdout)
