@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -141,27 +141,39 @@ def parallel(folder: str, layout: str, micro_batches: int = 1, **options: Any) -
     return trainer
 
 
-def train_both(world: World, layout: str, micro_batches: int, folder: str) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:  # the plain one is a process of its own
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            patch.delenv(name, raising=False)
-        expected = plain(f"{folder}/plain{world.rank}")
-        expected.train()
+class Expected(NamedTuple):
+    """What the plain Trainer has after its run."""
+
+    history: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    logits: Any
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    trainer = plain(str(tmp_path_factory.mktemp("plain")))
+    trainer.train()
+    weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    return Expected(history(trainer), weights, trainer.predict(data()[:6]).predictions)
+
+
+def train(world: World, layout: str, micro_batches: int, folder: str, expected: Expected) -> dict[str, Any]:
     found = parallel(f"{folder}/whale", layout, micro_batches)
     found.train()
     weights = found.model.full_state_dict()
-    errors = [float((weights[n] - p.detach()).abs().max()) for n, p in expected.model.named_parameters()]
     resumed = parallel(f"{folder}/resumed", layout, micro_batches)
     resumed.train(resume_from_checkpoint=f"{folder}/whale/checkpoint-2")
-    predicted, wanted = found.predict(data()[:6]), expected.predict(data()[:6])
-    found.save_model(f"{folder}/saved")
-    saved = type(expected.model).from_pretrained(f"{folder}/saved")
-    return {
-        "history": largest_difference(history(found), history(expected)),
+    errors = {
+        "history": largest_difference(history(found), expected.history),
         "resumed": largest_difference(history(resumed)[-4:-1], history(found)[-4:-1]),
-        "weights": max(errors),
-        "logits": float(np.abs(predicted.predictions - wanted.predictions).max()),
-        "saved": max(float((p - weights[n]).abs().max()) for n, p in saved.named_parameters()),
+        "weights": max(float((weights[n] - p).abs().max()) for n, p in expected.weights.items()),
+        "logits": float(np.abs(found.predict(data()[:6]).predictions - expected.logits).max()),
+    }
+    found.save_model(f"{folder}/saved")
+    saved = type(local_model()).from_pretrained(f"{folder}/saved")
+    errors["saved"] = max(float((p - weights[n]).abs().max()) for n, p in saved.named_parameters())
+    return {
+        "errors": errors,
         "architectures": saved.config.architectures,
         "writes": found.args.should_save,
         "files": sorted(path.name for path in Path(f"{folder}/whale/checkpoint-2").iterdir()),
@@ -173,10 +185,10 @@ def train_both(world: World, layout: str, micro_batches: int, folder: str) -> di
     [("replicate", 2, 1), ("split", 2, 1), ("stages", 2, 2), ("nest", 4, 2)],
 )
 def test_a_run_is_that_of_the_plain_trainer(
-    worlds: Worlds, layout: str, world_size: int, micro_batches: int, tmp_path: Path
+    worlds: Worlds, expected: Expected, layout: str, world_size: int, micro_batches: int, tmp_path: Path
 ) -> None:
-    for rank, found in enumerate(worlds.run(world_size, train_both, layout, micro_batches, str(tmp_path))):
-        errors = {name: found[name] for name in ("history", "resumed", "weights", "logits", "saved")}
+    for rank, found in enumerate(worlds.run(world_size, train, layout, micro_batches, str(tmp_path), expected)):
+        errors = found["errors"]
         assert max(errors.values()) < 1e-5 and errors["history"] < 1e-6, str(errors)
         assert found["architectures"] == ["LlamaForCausalLM"]
         assert found["writes"] == (rank == 0)
