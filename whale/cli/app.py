@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 import whale
+from whale.cli.allocate import allocate
 from whale.cli.checkpoint import checkpoint
 from whale.cli.doctor import doctor
 from whale.cli.estimate import estimate
@@ -99,6 +100,7 @@ def app() -> None:
     """
 
 
+app.add_command(allocate)
 app.add_command(checkpoint)
 app.add_command(doctor)
 app.add_command(diff)
