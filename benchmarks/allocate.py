@@ -34,11 +34,11 @@ from whale.strategies.profile import profile_model
 NUM_JOBS = 200
 MEAN_ARRIVAL_SECONDS = 1_100.0
 MEAN_ALONE_SECONDS = 3_600.0
-"""Of a job on all devices; jobs are unlike in length by a factor of ten and more (log-normal)."""
+"""A job's time on all devices; jobs are unlike in length by a factor of ten and more (log-normal)."""
 NODE_FAILS_AFTER_SECONDS = 24 * 3600.0
 NODE_IS_BACK_AFTER_SECONDS = 3600.0
 RESTART_SECONDS, LOST_SECONDS = 60.0, 150.0
-"""Of a restart, as benchmarks/elastic.py has it or more; and half of the time between two checkpoints."""
+"""The time of a restart, and half of the time between two checkpoints."""
 
 CLUSTER = """
 [links]
@@ -94,7 +94,7 @@ def drawn(seed: int, speeds: dict[str, np.ndarray], capacity: tuple[int, ...], m
 
 
 def limited(rule: Rule, counts: np.ndarray, most: int) -> Rule:
-    """The rule for jobs that use at most so many devices, of one kind."""
+    """The rule for jobs that use at most a number of devices, of one kind."""
     allowed = (counts.sum(axis=1) <= most) & ((counts > 0).sum(axis=1) <= 1)
 
     def chosen(jobs: Sequence[Demand], capacity: tuple[int, ...]) -> Sequence[int]:
@@ -142,7 +142,7 @@ def main() -> None:
         "first come": first_come(given.counts),
         "one node each": limited(first_come(given.counts), given.counts, 8),
     }
-    for seed in range(2):
+    for seed in range(1):
         trace = drawn(seed, speeds, given.capacity, MEAN_ARRIVAL_SECONDS)
         found_rows, least = [], 0.0
         for name, rule in rules.items():

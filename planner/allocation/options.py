@@ -1,4 +1,4 @@
-"""What a job may be given: numbers of devices of each kind of node, and the ranks that they are.
+"""The devices that a job may be given: numbers of devices of each kind of node, and the ranks that they are.
 
 A number of devices is a part of a node or whole nodes, in sizes that divide each other, so that whatever jobs are given
 fits together without a job that is spread over the rests of nodes. It knows no jobs and no speeds.
@@ -43,7 +43,7 @@ class Kind:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of all devices, node by node."""
+        """All devices, node by node."""
         return tuple(rank for node in self.nodes for rank in node.ranks)
 
     @property
@@ -78,7 +78,7 @@ class Options:
     capacity: tuple[int, ...]
 
     def text(self, option: int) -> str:
-        """What an option is, for people."""
+        """An option in words."""
         given = [f"{count} {kind.name}" for count, kind in zip(self.counts[option], self.kinds, strict=True) if count]
         return " + ".join(given) or "none"
 
@@ -124,7 +124,7 @@ def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
 
 
 def options_of(cluster: Cluster) -> Options:
-    """What a job may be given of a cluster.
+    """The numbers of devices of a cluster that a job may be given.
 
     >>> options_of(Cluster.homogeneous(2)).counts.tolist()
     [[0], [1], [2]]

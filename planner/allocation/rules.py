@@ -148,7 +148,7 @@ class LeastCompletion:
         return bool((job.speeds[(self.shares.counts <= capacity).all(axis=1)] > 0).any())
 
     def _policy(self, most: int, power: float) -> Policy:
-        """Let so many jobs share, of those that weigh most for what they take; weighed by a power of their length."""
+        """Let at most *most* jobs share, of those that weigh most for their length; short ones by a power of it."""
 
         def rule(jobs: Sequence[Demand], capacity: tuple[int, ...]) -> list[int]:
             seconds = np.stack([job.seconds(self.restart_seconds) for job in jobs])
@@ -251,7 +251,7 @@ def _fastest(job: Demand, allowed: NDArray[np.bool_]) -> int:
 
 
 def _within(counts: NDArray[np.int64], devices: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which options take no more than these devices."""
+    """Mask of the options that take no more than these devices."""
     return np.asarray((counts <= devices).all(axis=1))
 
 

@@ -1,4 +1,4 @@
-"""What becomes of jobs that share devices under a rule: a simulation from one change to the next.
+"""A simulation of jobs that share devices under a rule, from one change to the next.
 
 A change is a job that arrives or is done, or a device that fails or comes back. At each, the rule says what every job
 gets. It knows no rule.

@@ -112,7 +112,7 @@ def _held(job: Job, options: Options) -> int:
 def _speeds(
     jobs: Jobs, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, search_seconds: float
 ) -> list[JobSpeeds]:
-    """Of each job; those of jobs that differ in nothing of it are searched once."""
+    """Speeds of each job; where jobs differ in nothing that they depend on, they are searched once."""
     from whale.planner.allocation.speeds import speeds_of
 
     known: dict[Any, JobSpeeds] = {}
@@ -138,7 +138,7 @@ def _speeds(
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """What each job gets, what becomes of all, and what would under plain rules."""
+    """The answer: devices of each job, when all are done, and the sums under plain rules."""
 
     jobs: Jobs
     cluster: Cluster
@@ -179,14 +179,14 @@ class _Answer:
         return cls(jobs=jobs, cluster=cluster, options=options, speeds=speeds, timeline=own, others=totals)
 
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Of each job, from now on."""
+        """The ranks of each job, from now on."""
         from whale.planner.allocation.options import place
 
         given = self.timeline.phases[0].given
         return place(self.options, [given[number] for number in range(len(self.jobs.jobs))])
 
     def as_data(self) -> dict[str, Any]:
-        """As a value that JSON can hold."""
+        """The answer as a value that JSON can hold."""
         now = self.timeline.phases[0].given
         names = [job.name for job in self.jobs.jobs]
         return {
