@@ -1,4 +1,4 @@
-"""Clusters that differ from a given one: without a node or some devices, with a node more.
+"""Clusters that differ from a given one: some of its devices, without a node or some devices, with a node more.
 
 Ranks are numbered anew, as a launch without the missing processes would have them. It asks no costs.
 """
@@ -14,7 +14,7 @@ from whale.errors import UsageError
 from whale.ir.cluster import Cluster, Device, DeviceType, Node
 from whale.ir.device_names import matching_types
 
-__all__ = ["with_node", "without"]
+__all__ = ["only", "with_node", "without"]
 
 
 def without(cluster: Cluster, what: str) -> Cluster:
@@ -33,10 +33,21 @@ def without(cluster: Cluster, what: str) -> Cluster:
     gone: set[int] = set()
     for part in (part.strip() for part in what.split(",")):
         gone |= set(_ranks_of(cluster, part, gone))
-    kept = [(node, [rank for rank in node.ranks if rank not in gone]) for node in cluster.nodes]
-    if not any(ranks for _, ranks in kept):
+    kept = [device.rank for device in cluster.devices if device.rank not in gone]
+    if not kept:
         raise UsageError(f"--without {what} leaves no device of the cluster's {len(cluster.devices)}")
-    return _numbered((node, [cluster.devices[rank].type for rank in ranks]) for node, ranks in kept if ranks)
+    return only(cluster, kept)
+
+
+def only(cluster: Cluster, ranks: Iterable[int]) -> Cluster:
+    """The part of the cluster with the devices of these ranks, which are numbered anew in their order.
+
+    >>> [device.node for device in only(Cluster.homogeneous(4, num_devices_per_node=2), [1, 2]).devices]
+    ['node0', 'node1']
+    """
+    wanted = set(ranks)
+    kept = [(node, [rank for rank in node.ranks if rank in wanted]) for node in cluster.nodes]
+    return _numbered((node, [cluster.devices[rank].type for rank in own]) for node, own in kept if own)
 
 
 def _ranks_of(cluster: Cluster, part: str, gone: set[int]) -> Sequence[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from whale.annotations import annotate, cluster, replicate, set_default_strategy, split, stage
     from whale.api import parallelize, verify
+    from whale.batch_size import BatchSize
     from whale.checkpoint.load import load_checkpoint
     from whale.checkpoint.save import save_checkpoint, wait_for_checkpoints
     from whale.checkpoint.weights import load_weights
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "BatchSize",
     "Cluster",
     "Plan",
     "WhaleError",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BatchSize": "whale.batch_size",
     "Cluster": "whale.ir.cluster",
     "Plan": "whale.ir.plan",
     "WhaleError": "whale.errors",

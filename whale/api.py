@@ -6,6 +6,7 @@ raised before any process group is made.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -39,11 +40,13 @@ from whale.planner.search.constraints import is_kept
 from whale.predict.device_memory import memory_advice
 from whale.predict.peak_memory import Device
 from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from_first
+from whale.runtime.ending import ELASTIC, end_with_own_code
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, initialize, name_of_unsupported
+from whale.runtime.location import location_of
 from whale.runtime.module import ParallelModule
 from whale.runtime.random import RNGPosition
-from whale.seats import seating
+from whale.seats import PartOfCluster, seating
 
 __all__ = ["ParallelModule", "ParityReport", "ReplicaReport", "parallelize", "verify", "verify_replicas"]
 
@@ -152,6 +155,7 @@ def parallelize(
         UsageError, AnnotationError, CaptureError, InfeasibleError, PlanMismatchError: before any process group is made.
         WorkerError: a rank did not start, or failed.
     """
+    end_with_own_code()
     if not callable(model):  # a module is callable too
         check_type("model", model, nn.Module, "a torch.nn.Module, or a function that builds one")
     if isinstance(model, ParallelModule):
@@ -218,6 +222,13 @@ def parallelize(
         plan.check_world(launch.size)
     world: World | None = None
     seats = seating(described, plan)
+    if ELASTIC in os.environ and plan is None and described is not None and len(described.devices) > launch.size:
+        part = PartOfCluster(described)
+        if launch.size > 1:
+            world = initialize(timeout_seconds, device_type=device, seating=part)
+        else:
+            part([location_of(0, launch.device)])
+        described, seats = part.cluster, None
     if described is None and not automatic and launch.size > 1 and launch.device.type == "cuda":
         world = initialize(timeout_seconds, device_type=device, seating=seats)
         described = detect_unlike(world)

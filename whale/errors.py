@@ -127,9 +127,21 @@ class CheckpointError(WhaleError):
 
 
 class WorkerError(WhaleError, RuntimeError):
-    """A rank failed, did not start, or timed out; the message names the rank and the operation."""
+    """A rank failed, did not start, or timed out; the message names the rank and the operation.
+
+    Attributes:
+        first_code: exit code of the error of the rank that failed first, if that is known.
+    """
 
     exit_code: ClassVar[int] = 6
+    first_code: int = exit_code
+
+    @classmethod
+    def after(cls, code: int, message: str) -> WorkerError:
+        """The error of a rank that stops because another one did, with this exit code."""
+        error = cls(message)
+        error.first_code = code
+        return error
 
 
 class ScheduleError(WhaleError):

@@ -16,10 +16,11 @@ from whale.ir.cluster import Cluster
 from whale.ir.device_names import matching_types
 from whale.ir.plan import Plan
 from whale.planner.catalog import device_types
+from whale.planner.what_if import only
 from whale.runtime.launch import Seating
 from whale.runtime.location import RankLocation
 
-__all__ = ["Seat", "seating"]
+__all__ = ["PartOfCluster", "Seat", "seating"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +48,7 @@ def seating(cluster: Cluster | None, plan: Plan | None) -> Seating | None:
     (1, 0)
     """
     if cluster is not None:
-        hosts = {node.name: node.host for node in cluster.nodes}
-        seats = [
-            Seat(device_type=device.type.name, memory_bytes=device.memory_bytes, host=hosts[device.node])
-            for device in cluster.devices
-        ]
+        seats = _seats_of(cluster)
     elif plan is not None and plan.cluster is not None:
         types = device_types()
         named = {rank: name for name, ranks in plan.cluster.devices.items() for rank in ranks}
@@ -61,12 +58,60 @@ def seating(cluster: Cluster | None, plan: Plan | None) -> Seating | None:
         ]
     else:
         return None
-    return (lambda places: _taken(seats, places)) if len(set(seats)) > 1 else None
+    return (lambda places: _all_taken(seats, places)) if len(set(seats)) > 1 else None
 
 
-def _taken(seats: Sequence[Seat], places: Sequence[RankLocation]) -> tuple[int, ...]:
-    """The rank of each process: its number in the launch if all fit so; else ranks are filled in their order, each by
-    a process beside the one before, if such a one fits, or by the first that does."""
+class PartOfCluster:
+    """How the processes of a launch take ranks of a cluster that may have more devices, as where machines of a job
+    come and go: the devices for which there is no process are left out, and the others are numbered anew.
+
+    Called with the places of the processes, as a `Seating`.
+
+    Attributes:
+        cluster: of the devices for which there are processes, once they are known.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._seats = _seats_of(cluster)
+
+    def __call__(self, places: Sequence[RankLocation]) -> tuple[int, ...]:
+        """The rank of each process.
+
+        Raises:
+            PlanMismatchError: a process has a device of which the cluster has no more.
+        """
+        taken = _taken(self._seats, places, all_seats=False)
+        without = [place for process, place in enumerate(places) if process not in taken]
+        if without:
+            what = without[0].stands_for or without[0].device_type
+            raise PlanMismatchError(
+                f"a process on {without[0].node} has a {what}, of which the cluster file has no more: it has "
+                f"{', '.join(map(str, self._seats))}; name there all machines that may come"
+            )
+        self.cluster = only(self.cluster, taken.values())
+        order = sorted(taken.values())
+        return tuple(order.index(taken[process]) for process in range(len(places)))
+
+
+def _seats_of(cluster: Cluster) -> list[Seat]:
+    hosts = {node.name: node.host for node in cluster.nodes}
+    return [
+        Seat(device_type=device.type.name, memory_bytes=device.memory_bytes, host=hosts[device.node])
+        for device in cluster.devices
+    ]
+
+
+def _all_taken(seats: Sequence[Seat], places: Sequence[RankLocation]) -> tuple[int, ...]:
+    """The rank of each process."""
+    taken = _taken(seats, places, all_seats=True)
+    return tuple(taken[process] for process in range(len(places)))
+
+
+def _taken(seats: Sequence[Seat], places: Sequence[RankLocation], *, all_seats: bool) -> dict[int, int]:
+    """The seat of each process: its number in the launch if all fit so; else seats are filled in their order, each by
+    a process beside the one before, if such a one fits, or by the first that does. Without *all_seats* those that no
+    process fits stay free."""
     wanted = {seat.device_type: seat.memory_bytes for seat in seats}
     means = [_means(place, wanted) for place in places]
 
@@ -74,14 +119,16 @@ def _taken(seats: Sequence[Seat], places: Sequence[RankLocation]) -> tuple[int, 
         place = places[process]
         return seat.device_type in means[process] and seat.host in (None, place.node, place.node.partition(".")[0])
 
-    if all(fits(rank, seat) for rank, seat in enumerate(seats)):
-        return tuple(range(len(seats)))
+    if len(seats) == len(places) and all(fits(rank, seat) for rank, seat in enumerate(seats)):
+        return {rank: rank for rank in range(len(seats))}
     free = list(range(len(places)))
     taken: dict[int, int] = {}
     beside: tuple[str, str] | None = None
     for rank, seat in enumerate(seats):
         found = [process for process in free if fits(process, seat)]
         if not found:
+            if not all_seats:
+                continue
             have = ", ".join(f"{place.stands_for or place.device_type} on {place.node}" for place in places)
             raise PlanMismatchError(
                 f"rank {rank} is for a device of type {seat}, and no process with such a one is left: the "
@@ -94,7 +141,7 @@ def _taken(seats: Sequence[Seat], places: Sequence[RankLocation]) -> tuple[int, 
         own = next((process for process in found if _agent(places[process]) == beside), found[0])
         free.remove(own)
         taken[own], beside = rank, _agent(places[own])
-    return tuple(taken[process] for process in range(len(places)))
+    return taken
 
 
 def _agent(place: RankLocation) -> tuple[str, str]:

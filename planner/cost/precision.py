@@ -11,8 +11,9 @@ from typing import Literal
 
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
+from whale.ir.profile import ModelProfile
 
-__all__ = ["AUTOCAST", "BY_DTYPE", "DTYPES", "PRECISIONS", "Precision", "executed", "precision_named"]
+__all__ = ["AUTOCAST", "BY_DTYPE", "DTYPES", "PRECISIONS", "Precision", "executed", "own_precision", "precision_named"]
 
 KernelKind = Literal["products", "attention", "convolutions"]
 
@@ -111,6 +112,11 @@ DTYPES = {name: dtype for dtype, name in BY_DTYPE.items()}
 
 ALIASES = {**BY_DTYPE, "float8": "fp8", "tfloat32": "tf32"}
 """Other names of precisions."""
+
+
+def own_precision(profile: ModelProfile) -> str:
+    """The precision in which a profile's model runs if none is asked for."""
+    return profile.autocast or BY_DTYPE.get(profile.precision, "fp32")
 
 
 def executed(name: str, autocast: str) -> Precision:

@@ -12,6 +12,7 @@ import pytest
 import whale
 
 PUBLIC = {
+    "BatchSize",
     "Cluster",
     "Plan",
     "WhaleError",

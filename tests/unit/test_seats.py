@@ -12,7 +12,7 @@ from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.plan import Plan
 from whale.planner.catalog import device_types
 from whale.runtime.location import RankLocation
-from whale.seats import seating
+from whale.seats import PartOfCluster, seating
 
 TYPES = ("fastest", "fast", "slow", "slowest")
 
@@ -116,3 +116,29 @@ def test_gpus_are_known_by_their_drivers_names() -> None:
 def test_a_type_that_a_cluster_file_defines_is_that_of_a_gpu_that_is_none_of_the_others() -> None:
     cluster = Cluster.of(cards("lab-card", "L4"))
     assert seated(cluster, gpus("L4", "Some-GPU")) == (1, 0)
+
+
+# --- fewer processes than devices, where machines come and go ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", [names for size in (1, 2, 3, 4) for names in permutations(TYPES, size)])
+def test_devices_without_a_process_are_left_out(there: tuple[str, ...]) -> None:
+    part = PartOfCluster(Cluster.of(cards(*TYPES)))
+    ranks = part(processors(*there))
+    expected = [name for name in TYPES if name in there]
+    assert [device.type.name for device in part.cluster.devices] == expected
+    assert [expected[rank] for rank in ranks] == list(there)
+
+
+def test_machines_of_a_type_are_any_of_that_type() -> None:
+    part = PartOfCluster(Cluster.of(cards("fast", "fast", "slow")))
+    assert part(processors("slow", "fast")) == (1, 0)
+    assert [device.name for device in part.cluster.devices] == ["fast:0", "slow:1"]
+
+
+def test_a_machine_that_the_cluster_file_does_not_have_is_named() -> None:
+    part = PartOfCluster(Cluster.of(cards("fast", "slow")))
+    with pytest.raises(
+        PlanMismatchError, match="a process on here has a slowest, of which the cluster file has no more"
+    ):
+        part(processors("slowest"))

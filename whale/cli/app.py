@@ -7,16 +7,13 @@ needs when it runs.
 
 from __future__ import annotations
 
-import json
-import os
-import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 import click
 
 import whale
+from whale.cli.allocate import allocate
 from whale.cli.checkpoint import checkpoint
 from whale.cli.doctor import doctor
 from whale.cli.estimate import estimate
@@ -25,11 +22,13 @@ from whale.cli.export import export
 from whale.cli.plan import plan
 from whale.cli.profile import profile
 from whale.cli.report import report
+from whale.cli.run import run
 from whale.cli.search import search
 from whale.cli.simulate import simulate
 from whale.cli.trace import trace
 from whale.cli.verify import verify
 from whale.errors import WhaleError
+from whale.runtime.ending import tell_launcher
 
 EXIT_FAULT = 1
 EXIT_INTERRUPTED = 130
@@ -68,22 +67,7 @@ def _show(ctx: click.Context, error: BaseException, message: str) -> None:
     if ctx.find_root().meta.get("whale.verbosity", 0) > 0:
         click.echo("".join(traceback.format_exception(error)), err=True)
     click.echo(message, err=True)
-    _tell_launcher(error, message)
-
-
-def _tell_launcher(error: BaseException, message: str) -> None:
-    """Under torchrun, leave the reason where it looks for one, so that its closing report shows it for the first rank.
-
-    The form is that of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``, which would need torch.
-    """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is None:
-        return
-    reason = message if isinstance(error, WhaleError) else "".join(traceback.format_exception(error)) + message
-    extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
-    try:
-        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
-    except OSError as failure:
+    if failure := tell_launcher(error, message):
         click.echo(f"whale: the launcher could not be notified: {failure}", err=True)
 
 
@@ -99,6 +83,7 @@ def app() -> None:
     """
 
 
+app.add_command(allocate)
 app.add_command(checkpoint)
 app.add_command(doctor)
 app.add_command(diff)
@@ -107,6 +92,7 @@ app.add_command(explain)
 app.add_command(export)
 app.add_command(plan)
 app.add_command(profile)
+app.add_command(run)
 app.add_command(search)
 app.add_command(report)
 app.add_command(simulate)

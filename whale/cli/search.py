@@ -196,7 +196,9 @@ def search(
     if spec is not None:
         loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
         rules = recompute not in ("auto", "none")
-        model = _Model.of(loaded, profile, cluster, precision, optimizer, annotations, gradient_dtype, rules=rules)
+        model = SearchedModel.of(
+            loaded, profile, cluster, precision, optimizer, annotations, gradient_dtype, rules=rules
+        )
         profile = model.profile
     assert profile is not None
     autocast_of(precision, profile)
@@ -277,7 +279,7 @@ def _cases(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Model:
+class SearchedModel:
     """A captured model: its profile, what it is tried on, and what is decided already."""
 
     profile: ModelProfile
@@ -297,7 +299,7 @@ class _Model:
         gradient_dtype: str | None,
         *,
         rules: bool,
-    ) -> _Model:
+    ) -> SearchedModel:
         """Capture what ``--model`` gave, in the precision that is asked for."""
         from whale.commands.automatic import search_inputs
         from whale.commands.candidates import CandidateCompiler, scopes_by, take_scopes
@@ -354,9 +356,9 @@ def _said_of_profile(profile: ModelProfile) -> tuple[str, ...]:
 
 
 def _precision(profile: ModelProfile) -> str:
-    from whale.planner.cost.precision import BY_DTYPE
+    from whale.planner.cost.precision import own_precision
 
-    return profile.autocast or BY_DTYPE.get(profile.precision, "fp32")
+    return own_precision(profile)
 
 
 @dataclass(frozen=True)

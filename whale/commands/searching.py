@@ -27,7 +27,7 @@ from whale.ir.strategy import RECOMPUTES, Offload, Recompute
 from whale.ir.workload import Prediction
 from whale.planner.advice import advised
 from whale.planner.balance.by_speed import pipeline_by_speed
-from whale.planner.cost.precision import BY_DTYPE
+from whale.planner.cost.precision import own_precision
 from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
@@ -257,7 +257,7 @@ def plan_pipeline(
     settings = SearchSettings(micro_batches=micro_batches, schedules=(schedule,))
     settings.check(batch)
     _require_priced(settings)
-    precision = profile.autocast or BY_DTYPE.get(profile.precision, "fp32")
+    precision = own_precision(profile)
     prices = CostModel.of(profile, cluster, precision=precision, batch=batch, gradient_dtype=gradient_dtype)
     if 1 not in prices.tensor_degrees:
         known = ", ".join(map(str, prices.tensor_degrees)) or "none"

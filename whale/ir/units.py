@@ -11,7 +11,7 @@ from decimal import Decimal
 from math import isfinite
 from typing import Literal
 
-__all__ = ["PATTERNS", "Quantity", "bytes_text", "parse_quantity"]
+__all__ = ["PATTERNS", "Quantity", "bytes_text", "duration_text", "parse_quantity"]
 
 Quantity = Literal["memory", "bandwidth", "latency", "speed"]
 """Read as bytes, bytes per second, seconds and FLOP per second."""
@@ -93,6 +93,23 @@ def bytes_text(size: float) -> str:
         if count >= 0.1:
             return f"{count:.2f} {unit}" if unit == "GiB" and count < 10 else f"{count:.1f} {unit}"
     return f"{size:.0f} B"
+
+
+def duration_text(seconds: float) -> str:
+    """A time for people, in its two largest units.
+
+    >>> duration_text(3.14), duration_text(200), duration_text(7384), duration_text(3600 * 50)
+    ('3.1 s', '3 min 20 s', '2 h 3 min', '2 d 2 h')
+    """
+    if not isfinite(seconds):
+        return "never"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    for unit, size, smaller, part in (("min", 60, "s", 1), ("h", 3600, "min", 60), ("d", 86400, "h", 3600)):
+        whole, rest = divmod(round(seconds / part), size // part)
+        if unit == "d" or seconds < {"min": 3600, "h": 86400}[unit]:
+            return f"{whole} {unit} {rest} {smaller}"
+    raise AssertionError  # days take all
 
 
 def _short(text: str) -> str:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,14 @@ _GRACE_SECONDS = 1.0
 
 _ADVICE_SECONDS = 20.0
 """Limit on the time for advice on memory."""
+
+
+class Report(NamedTuple):
+    """Why a rank stopped: its number, the exit code of its error, and the message."""
+
+    rank: int
+    code: int
+    message: str
 
 
 class Failures:
@@ -48,15 +57,15 @@ class Failures:
         self.has_reported = False
         self.memory_advice: Callable[[], str] | None = None
 
-    def report(self, message: str) -> None:
-        """Report why this rank stops; only the first report of all ranks counts."""
+    def report(self, message: str, code: int = WorkerError.exit_code) -> None:
+        """Report why this rank stops, and its exit code; only the first report of all ranks counts."""
         self.has_reported = True
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that hosts it
-                self._store.compare_set(_FAILURE, "", f"{self.rank}:{message}")
+                self._store.compare_set(_FAILURE, "", f"{self.rank}:{code}:{message}")
 
-    def first(self, grace_seconds: float = 0.0) -> tuple[int, str] | None:
-        """Return the rank and the message of the first report, waiting for one up to ``grace_seconds``."""
+    def first(self, grace_seconds: float = 0.0) -> Report | None:
+        """Return the first report, waiting for one up to ``grace_seconds``."""
         if self._store is None:
             return None
         end = time.monotonic() + grace_seconds
@@ -65,8 +74,8 @@ class Failures:
                 if time.monotonic() >= end:
                     return None
                 time.sleep(0.05)
-            rank, _, message = self._store.get(_FAILURE).decode().partition(":")
-            return int(rank), message
+            rank, code, message = self._store.get(_FAILURE).decode().split(":", 2)
+            return Report(int(rank), int(code), message)
         return None
 
     def wait(self, work: Work, what: str, ranks: Sequence[int], *, blocking: bool = True) -> None:
@@ -88,8 +97,8 @@ class Failures:
         """Return the error for failed communication with ``ranks``, and report it if it is the first failure."""
         late = self._late(what, ranks)
         first = self.first(_GRACE_SECONDS)
-        if first is not None and first[0] != self.rank:
-            return WorkerError(f"{first[1]} [rank {self.rank} was waiting for {what}]")
+        if first is not None and first.rank != self.rank:
+            return WorkerError.after(first.code, f"{first.message} [rank {self.rank} was waiting for {what}]")
         who = f"rank {late[0]}" if len(late) == 1 else f"ranks {late}"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         message = (
@@ -110,8 +119,8 @@ class Failures:
         text = str(error)
         broken = isinstance(error, RuntimeError) and any(word in text.lower() for word in ("connection", "timed out"))
         first = self.first(_GRACE_SECONDS if broken else 0.0)
-        if broken and first is not None and first[0] != self.rank:
-            return WorkerError(f"{first[1]} [rank {self.rank} was in {where}]")
+        if broken and first is not None and first.rank != self.rank:
+            return WorkerError.after(first.code, f"{first.message} [rank {self.rank} was in {where}]")
         if broken and len(peers) > 1:
             return self.lost(f"a collective in {where}", peers, error)
         root: BaseException = error
@@ -121,7 +130,7 @@ class Failures:
             message = f"rank {self.rank} is out of memory in {where}: {self._memory_text(root)}"
         else:
             message = f"rank {self.rank} failed in {where}: {type(root).__name__}: {root}"
-        self.report(message)
+        self.report(message, error.exit_code if isinstance(error, WhaleError) else WorkerError.exit_code)
         if isinstance(error, WhaleError):
             error.add_note(f"rank {self.rank}, in {where}")
             return error

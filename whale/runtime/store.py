@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
-from whale.errors import WorkerError
+from whale.errors import WhaleError, WorkerError
 from whale.runtime.launch import World
 
 __all__ = ["Board", "from_first"]
@@ -74,11 +74,12 @@ def from_first(world: World, topic: str, make: Callable[[], str], *, patience_se
             made = make()
         except BaseException as error:
             board.put("failure", f"rank 0: {error or type(error).__name__}")
+            board.put("code", error.exit_code if isinstance(error, WhaleError) else WorkerError.exit_code)
             board.put("made", None)
             raise
         board.put("made", made)
         return made
     text = board.get("made")
     if text is None:
-        raise WorkerError(str(board.get("failure")))
+        raise WorkerError.after(board.get("code"), str(board.get("failure")))
     return str(text)

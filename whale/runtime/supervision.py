@@ -104,7 +104,7 @@ class Supervisor:
                 return failures.failed(what, error, range(self._size))
             first = failures.first()
             if first is not None:
-                return WorkerError(f"{first[1]} [rank {failures.rank} was in {what}]")
+                return WorkerError.after(first.code, f"{first.message} [rank {failures.rank} was in {what}]")
             if time.monotonic() - begin > failures.timeout_seconds:
                 late = RuntimeError("its device did not come to the end of it")
                 return failures.lost(f"the end of {what}", range(self._size), late)

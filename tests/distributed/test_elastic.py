@@ -1,0 +1,192 @@
+"""``whale run``: machines that are lost and come back, codes that end a job, and a curve that goes on.
+
+Machines are processes of this one. Where only they matter, scripts are plain Python, without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from whale.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 120.0
+
+Machine = subprocess.Popen[str]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+    """Start machines; no process is left at the end."""
+    machines: list[Machine] = []
+
+    def started(*arguments: str, **environment: str) -> Machine:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WHALE_ELASTIC")
+        own = {name: value for name, value in os.environ.items() if name not in names}
+        own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+        command = [sys.executable, "-m", "whale", "run", *arguments]
+        with (tmp_path / f"machine{len(machines)}.txt").open("w") as said:
+            machines.append(
+                subprocess.Popen(
+                    command,
+                    env=own,
+                    stdout=said,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    cwd=tmp_path,
+                    start_new_session=True,
+                )
+            )
+        return machines[-1]
+
+    yield started
+    for machine in machines:
+        lose(machine)
+
+
+def lose(machine: Machine) -> None:
+    """The agent and its ranks, which are in sessions of their own, end at once."""
+    ranks = subprocess.run(
+        ["pgrep", "-P", str(machine.pid)], capture_output=True, text=True, check=False
+    ).stdout.split()
+    for pid in [machine.pid, *map(int, ranks)]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    machine.wait()
+
+
+def port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def wait_for(path: Path, text: str) -> None:
+    end = time.monotonic() + SECONDS
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < end, f"{text!r} is not in {path.read_text() if path.exists() else path}"
+        time.sleep(0.05)
+
+
+def ended(machine: Machine) -> int:
+    return machine.wait(SECONDS)
+
+
+@pytest.mark.parametrize("code", [2, 4])
+def test_a_code_that_no_restart_fixes_ends_the_job(code: int, start: Callable[..., Machine], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"open('starts', 'a').write('x')\nraise SystemExit({code})")
+    assert ended(start("train.py")) == code
+    assert (tmp_path / "starts").read_text() == "x"
+    said = (tmp_path / "machine0.txt").read_text()
+    assert f"rank 0 ended with exit code {code}; it is not started again, because that would not help" in said
+    assert "Traceback" not in said
+
+
+def test_other_failures_are_started_again_as_often_as_allowed(start: Callable[..., Machine], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nopen('starts', 'a').write(sys.argv[1])\nraise SystemExit(1)")
+    assert ended(start("--max-restarts", "2", "train.py", "y")) == 6
+    assert (tmp_path / "starts").read_text() == "yyy"
+    assert "rank 0 ended with exit code 1, after 2 restarts" in (tmp_path / "machine0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_the_machines_that_are_there(start: Callable[..., Machine], tmp_path: Path) -> None:
+    """3 -> 2 -> 3 machines; then one of them ends the job on all."""
+    (tmp_path / "train.py").write_text(
+        "import os, time\n"
+        "with open('worlds', 'a') as file:\n"
+        "    file.write(os.environ['WORLD_SIZE'] + ' ' + os.environ['NAME'] + chr(10))\n"
+        "while not os.path.exists('stop'): time.sleep(0.05)\n"
+        "raise SystemExit(4 if os.environ['NAME'] == 'b' else time.sleep(600))"
+    )
+    options = ("--elastic", "2:3", "--endpoint", f"127.0.0.1:{port()}")
+    worlds = tmp_path / "worlds"
+    machines = {
+        name: start(*options, "--head" if name == "a" else "--no-head", "train.py", NAME=name) for name in "abc"
+    }
+    for name in "abc":
+        wait_for(worlds, f"3 {name}")
+    lose(machines["c"])
+    # Ranks without communication do not see it: one that fails does, and the machines meet again.
+    ranks = subprocess.run(["pgrep", "-P", str(machines["a"].pid)], capture_output=True, text=True, check=True).stdout
+    os.kill(int(ranks.split()[-1]), signal.SIGKILL)
+    ranks = subprocess.run(["pgrep", "-P", str(machines["b"].pid)], capture_output=True, text=True, check=True).stdout
+    os.kill(int(ranks.split()[-1]), signal.SIGKILL)
+    wait_for(worlds, "2 a")
+    wait_for(worlds, "2 b")
+    worlds.write_text("")
+    machines["d"] = start(*options, "--no-head", "train.py", NAME="d")
+    for name in "abd":
+        wait_for(worlds, f"3 {name}")
+    (tmp_path / "stop").write_text("")
+    assert ended(machines["b"]) == 4
+
+
+@pytest.mark.slow
+def test_the_curve_goes_on_with_other_devices_under_another_plan(start: Callable[..., Machine], tmp_path: Path) -> None:
+    (tmp_path / "both.toml").write_text(CLUSTER)
+    arguments = ["--cluster", "both.toml", "--directory", "run", "--steps", "12", "--pause", "0.3"]
+    script = [str(ROOT / "examples" / "elastic.py"), *arguments]
+    options = ("--elastic", "1:2", "--endpoint", f"127.0.0.1:{port()}")
+    stays = start(*options, "--head", *script, WHALE_DEVICE_TYPE="cpu-slow")
+    lost = start(*options, "--no-head", *script, WHALE_DEVICE_TYPE="cpu-fast")
+    wait_for(tmp_path / "run" / "log.jsonl", '"step": 3,')
+    lose(lost)
+    assert ended(stays) == 0
+    said = (tmp_path / "machine0.txt").read_text()
+    assert "2 machines with 2 ranks have met" in said and "1 machines with 1 ranks have met" in said
+    starts = re.findall(r"rank 0 of (\d) has \d+ parameters, from step (\d+)", said)
+    assert [ranks for ranks, _ in starts] == ["2", "1"]
+    steps = [int(step) for step in re.findall(r"step (\d+): loss", said)]
+    assert sorted(set(steps)) == list(range(12))
+    assert int(starts[1][1]) >= 2 and len(steps) - len(set(steps)) <= 4  # what was not saved yet
+
+
+CLUSTER = """
+[links]
+inter_node = {bandwidth = "1 GB/s", latency = "50 us"}
+[[nodes]]
+devices = 1
+device = "cpu-fast"
+[[nodes]]
+devices = 1
+device = "cpu-slow"
+[device_types.cpu-fast]
+speed = {float64 = "3 GFLOP/s", float32 = "3 GFLOP/s"}
+memory = "16 GiB"
+memory_bandwidth = "1 GB/s"
+[device_types.cpu-slow]
+speed = {float64 = "1 GFLOP/s", float32 = "1 GFLOP/s"}
+memory = "16 GiB"
+memory_bandwidth = "0.4 GB/s"
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--elastic", "3:8"], "--elastic 3:8: give --endpoint HOST:PORT, the same on every machine"),
+        (["--elastic", "8:3"], "the least number is at least 1, and at most the greatest"),
+        (["--elastic", "three"], "write the least and the greatest number of machines, such as 3:8"),
+        (["--elastic", "1:2", "--endpoint", "node0"], "--endpoint node0: write HOST:PORT, such as node0:29400"),
+        (["--processes", "2"], "is no file; give the training script"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(arguments: list[str], message: str) -> None:
+    script = "nothing.py" if "--processes" in arguments else str(ROOT / "examples" / "elastic.py")
+    result = CliRunner().invoke(app, ["run", *arguments, script])
+    assert result.exit_code == 2
+    assert message in result.stderr

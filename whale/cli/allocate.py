@@ -1,0 +1,280 @@
+"""``whale allocate``: which devices of a cluster each of several jobs gets, and which batch.
+
+The rule is ``whale.planner.allocation``'s; this file loads jobs and profiles, and shows what it says. torch is loaded
+only where a job gives a model.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from whale.cli.assumptions import autocast_of, dtype_of
+from whale.cli.clusters import load_cluster
+from whale.cli.files import write_whole
+from whale.cli.options import note, verbosity_options
+from whale.cli.progress import ProgressLine
+from whale.cli.tables import text_table
+from whale.errors import UsageError, WhaleError
+from whale.ir.units import duration_text
+from whale.planner.cost.optimizers import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from whale.ir.cluster import Cluster
+    from whale.ir.jobs import Job, Jobs
+    from whale.ir.profile import ModelProfile
+    from whale.planner.allocation.options import Options
+    from whale.planner.allocation.speeds import JobSpeeds
+    from whale.planner.allocation.timeline import Rule, Timeline
+
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+@click.command()
+@click.argument("jobs_file", metavar="JOBS", type=click.Path(path_type=Path))
+@click.option("--cluster", "cluster_file", required=True, metavar="FILE", help="The machines.")
+@click.option("--search-seconds", type=_POSITIVE, default=2.0, metavar="S", help="Limit of each search of a plan [2].")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Write the plans of the jobs that run now."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@verbosity_options
+def allocate(jobs_file: Path, cluster_file: str, search_seconds: float, output: Path | None, as_json: bool) -> None:
+    """Share a mixed cluster among jobs so that they are done soonest.
+
+    JOBS is a file with what each job trains, how much is left and how much it counts. For every number of devices that
+    a job may be given, the fastest plan is searched; devices and batches are then those of the least weighted sum of
+    completion times, if devices are given anew whenever a job is done.
+    """
+    from whale.ir.jobs import Jobs
+    from whale.planner.allocation.options import options_of
+
+    jobs = Jobs.load(jobs_file)
+    for job in jobs.jobs:
+        if job.optimizer not in OPTIMIZERS:
+            raise UsageError(
+                f"job {job.name!r}: unknown optimizer {job.optimizer!r}; use one of {', '.join(OPTIMIZERS)}"
+            )
+        if job.precision is not None and autocast_of(job.precision) is None:
+            dtype_of(job.precision)  # refuses what no model runs in
+    given = {job.name: _profile_file(job, jobs_file.parent) for job in jobs.jobs if job.profile is not None}
+    cluster = load_cluster(cluster_file, next(iter(given.values()), None))
+    options = options_of(cluster)
+    held = {job.name: _held(job, options) for job in jobs.jobs}
+    profiles = {job.name: given.get(job.name) or _captured(job, cluster) for job in jobs.jobs}
+    speeds = _speeds(jobs, profiles, cluster, options, search_seconds)
+    answer = _Answer.of(jobs, cluster, options, speeds, held)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, text in answer.plans(profiles).items():
+            write_whole(output / f"{name}.json", text)
+            note(f"wrote {output / name}.json")
+    click.echo(json.dumps(answer.as_data(), indent=2) if as_json else answer.as_text())
+
+
+def _profile_file(job: Job, folder: Path) -> ModelProfile:
+    from whale.ir.profile import ModelProfile
+
+    assert job.profile is not None
+    return ModelProfile.load(folder / job.profile)
+
+
+def _captured(job: Job, cluster: Cluster) -> ModelProfile:
+    """The profile of a job's model."""
+    from whale.cli.model_loader import load_model
+    from whale.cli.search import SearchedModel
+
+    assert job.model is not None
+    loaded = load_model(job.model, dict(job.set), batch_size=max(job.batch), device="meta")
+    model = SearchedModel.of(loaded, None, cluster, job.precision, job.optimizer, (), None, rules=False)
+    return model.profile
+
+
+def _held(job: Job, options: Options) -> int:
+    """The option that a job has now; none where it is no option, as if the job began."""
+    if not job.devices:
+        return 0
+    try:
+        found = options.index(job.devices)
+    except UsageError as error:
+        raise UsageError(f"job {job.name!r}: devices: {error}") from None
+    if found is None:
+        note(f"job {job.name} has devices that are no whole part of a node or nodes: it will get others")
+    return found or 0
+
+
+def _speeds(
+    jobs: Jobs, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, search_seconds: float
+) -> list[JobSpeeds]:
+    """Speeds of each job; where jobs differ in nothing that they depend on, they are searched once."""
+    from whale.planner.allocation.speeds import speeds_of
+
+    known: dict[Any, JobSpeeds] = {}
+    found, began = [], time.monotonic()
+    most = search_seconds * len(options.counts) * sum(len(job.batch) for job in jobs.jobs)
+    with ProgressLine("searching plans", most) as line:
+        for job in jobs.jobs:
+            same = job.model_dump_json(exclude={"name", "rows", "weight", "devices"})
+            if same not in known:
+
+                def tell(done: int, all_: int, name: str = job.name) -> None:
+                    line.show(time.monotonic() - began, f"{name}: {done} of {all_} numbers of devices")
+
+                try:
+                    known[same] = speeds_of(
+                        job, profiles[job.name], cluster, options, search_seconds=search_seconds, tell=tell
+                    )
+                except WhaleError as error:
+                    raise type(error)(f"job {job.name!r}: {error}") from error
+            found.append(known[same])
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """The answer: devices of each job, when all are done, and the sums under plain rules."""
+
+    jobs: Jobs
+    cluster: Cluster
+    options: Options
+    speeds: Sequence[JobSpeeds]
+    timeline: Timeline
+    others: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        jobs: Jobs,
+        cluster: Cluster,
+        options: Options,
+        speeds: Sequence[JobSpeeds],
+        held: Mapping[str, int],
+    ) -> _Answer:
+        from whale.planner.allocation.rules import LeastCompletion, equal_shares, first_come
+        from whale.planner.allocation.timeline import Demand, simulate
+
+        restart = jobs.restart_seconds
+        demands = [
+            Demand(number=number, work=job.rows, weight=job.weight, speeds=own.rows_per_second, held=held[job.name])
+            for number, (job, own) in enumerate(zip(jobs.jobs, speeds, strict=True))
+        ]
+        counts = options.counts
+        rules: dict[str, Rule] = {
+            "": LeastCompletion(counts, restart),
+            "equal shares": equal_shares(counts),
+            "first come": first_come(counts),
+        }
+        found = {
+            name: simulate(demands, counts, options.capacity, rule, restart_seconds=restart)
+            for name, rule in rules.items()
+        }
+        own = found.pop("")
+        totals = {name: timeline.total_seconds for name, timeline in found.items()}
+        return cls(jobs=jobs, cluster=cluster, options=options, speeds=speeds, timeline=own, others=totals)
+
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each job, from now on."""
+        from whale.planner.allocation.options import place
+
+        given = self.timeline.phases[0].given
+        return place(self.options, [given[number] for number in range(len(self.jobs.jobs))])
+
+    def as_data(self) -> dict[str, Any]:
+        """The answer as a value that JSON can hold."""
+        now = self.timeline.phases[0].given
+        names = [job.name for job in self.jobs.jobs]
+        return {
+            "weighted_sum_seconds": self.timeline.total_seconds,
+            "others": dict(self.others),
+            "jobs": [
+                {
+                    "name": job.name,
+                    "devices": [self.cluster.devices[rank].name for rank in ranks],
+                    "batch": own.batches[now[number]] or None,
+                    "rows_per_second": float(own.rows_per_second[now[number]]),
+                    "done_seconds": self.timeline.done_seconds[number],
+                }
+                for number, (job, own, ranks) in enumerate(zip(self.jobs.jobs, self.speeds, self.ranks(), strict=True))
+            ],
+            "phases": [
+                {
+                    "seconds": phase.seconds,
+                    "given": {names[job]: self._given(job, option) for job, option in phase.given.items()},
+                }
+                for phase in self.timeline.phases
+            ],
+        }
+
+    def _given(self, number: int, option: int) -> dict[str, Any]:
+        kinds, counts = self.options.kinds, self.options.counts[option]
+        devices = {kind.name: int(count) for kind, count in zip(kinds, counts, strict=True) if count}
+        return {"devices": devices, "batch": self.speeds[number].batches[option] or None}
+
+    def as_text(self) -> str:
+        """Tables of what jobs get now and later, and the sums."""
+        data = self.as_data()
+        now = self.timeline.phases[0].given
+        rows = [
+            (
+                one["name"],
+                self.options.text(now[number]),
+                one["batch"] or "-",
+                f"{one['rows_per_second']:.1f}" if one["batch"] else "-",
+                duration_text(one["done_seconds"]),
+                _shortened(one["devices"]) or "waits",
+            )
+            for number, one in enumerate(data["jobs"])
+        ]
+        columns = ("job", "gets", "batch", "rows/s", "done after", "devices")
+        lines = [text_table("", columns, rows).strip(), ""]
+        for before, phase in zip(self.timeline.phases, self.timeline.phases[1:], strict=False):
+            changed = [
+                f"{self.jobs.jobs[number].name} gets {self.options.text(option)}"
+                for number, option in phase.given.items()
+                if before.given[number] != option
+            ]
+            done = ", ".join(self.jobs.jobs[number].name for number in before.given if number not in phase.given)
+            lines.append(f"after {duration_text(phase.seconds)}, {done} done: {'; '.join(changed) or 'no change'}")
+        total = self.timeline.total_seconds
+        sums = ", ".join(
+            f"{name} {duration_text(seconds)} ({seconds / total - 1:+.0%})" for name, seconds in self.others.items()
+        )
+        what = "Weighted sum" if len({job.weight for job in self.jobs.jobs}) > 1 else "Sum"
+        return "\n".join([*lines, "", f"{what} of completion times: {duration_text(total)}; {sums}."])
+
+    def plans(self, profiles: Mapping[str, ModelProfile]) -> dict[str, str]:
+        """The plan of each job that runs now, by its name."""
+        from whale.commands.plan_writer import PlanWriter
+        from whale.planner.what_if import only
+
+        found = {}
+        for number, (job, ranks) in enumerate(zip(self.jobs.jobs, self.ranks(), strict=True)):
+            option = self.timeline.phases[0].given[number]
+            candidate = self.speeds[number].plans[option]
+            if candidate is not None:
+                batch = self.speeds[number].batches[option]
+                writer = PlanWriter(profiles[job.name], only(self.cluster, ranks), batch, None, None)
+                found[job.name] = writer.written(candidate).plan.dumps()
+        return found
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Names of devices of a type that follow each other, as a range.
+
+    >>> _shortened(["V100:0", "V100:1", "T4:4"])
+    'V100:0-1, T4:4'
+    """
+    runs: list[tuple[str, int, int]] = []
+    for name in names:
+        type_, _, rank = name.rpartition(":")
+        if runs and runs[-1][0] == type_ and runs[-1][2] + 1 == int(rank):
+            runs[-1] = (type_, runs[-1][1], int(rank))
+        else:
+            runs.append((type_, int(rank), int(rank)))
+    return ", ".join(f"{type_}:{first}" + (f"-{last}" if last > first else "") for type_, first, last in runs)
