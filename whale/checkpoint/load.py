@@ -20,12 +20,14 @@ from whale.checkpoint.collect import (
     Kinds,
     engine_of,
     names_of,
+    of_rank_key,
     options_key,
     sorted_out,
     state_tensor_key,
 )
 from whale.checkpoint.folder import checkpoint_in, steps
-from whale.checkpoint.format import Group, Intervals, Key, length, step_name, whole
+from whale.checkpoint.format import Group, Index, Intervals, Key, length, step_name, whole
+from whale.checkpoint.generators import GeneratorState
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.save import wait_for_checkpoints
 from whale.checkpoint.tensors import DTYPES, elements
@@ -118,6 +120,8 @@ def load_checkpoint(
             staged.apply()
             for text in damaged:
                 world.warn(f"a newer checkpoint is damaged, and that of step {each} was loaded: {text}")
+            for text in staged.warnings:
+                world.warn(text)
             folder = directory / step_name(each)
             return LoadedCheckpoint(step=each, folder=folder, damaged=tuple(damaged), bytes_read=staged.bytes_read)
         rank, kind, why = next((one for one in refused if one[1] == "of another"), refused[0])
@@ -135,6 +139,7 @@ class _Staged:
 
     bytes_read: int = 0
     actions: list[Callable[[], None]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def apply(self) -> None:
         """Put it into the objects."""
@@ -147,22 +152,23 @@ def _staged(folder: Path, kinds: Kinds, strict: bool) -> _Staged:
     with Reader(folder) as reader:
         loading = _Loading(reader, kinds, strict)
         loading.run()
-        return _Staged(reader.bytes_read, loading.actions)
+        return _Staged(reader.bytes_read, loading.actions, loading.warnings)
 
 
 class _Loading:
     def __init__(self, reader: Reader, kinds: Kinds, strict: bool) -> None:
         self.reader, self.kinds, self.strict = reader, kinds, strict
         self.manifest = reader.manifest
+        self.world = engine_of(kinds.models[MODEL]).world
         self.actions: list[Callable[[], None]] = []
+        self.warnings: list[str] = []
 
     def run(self) -> None:
-        """Read all; objects that may refuse their states come first."""
+        """Read all; objects that may refuse their states come first, and random numbers, which they may draw, last."""
         self._check_objects()
         for of, value in self.kinds.objects.items():
-            if of in self.manifest.objects:
-                state = self._decoded(self.manifest.objects[of], partial(self._numbered, of))
-                self.actions.append(partial(value.load_state_dict, state))
+            if of != RANDOM:
+                self._read_object(of, value)
         for of, model in self.kinds.models.items():
             if of in self.manifest.names:
                 self._read_model(of, engine_of(model))
@@ -175,10 +181,11 @@ class _Loading:
         scaler, saved = model.loss_scaler, self.manifest.loss_scaler
         if scaler is not None and saved is not None:
             self.actions.append(partial(scaler.load_state_dict, saved))
+        self._read_object(RANDOM, self.kinds.objects[RANDOM])
 
     def _check_objects(self) -> None:
         saved = {*self.manifest.names, *self.manifest.optimizers, *self.manifest.objects} - {MODEL}
-        given = {*self.kinds.models, *self.kinds.optimizers, *self.kinds.objects} - {MODEL}
+        given = {*self.kinds.models, *self.kinds.optimizers, *self.kinds.objects} - {MODEL, RANDOM}
         if self.strict and saved != given:
             raise _Mismatch(
                 f"{self.reader.folder} has the states of {', '.join(sorted(saved)) or 'nothing'} beside the model, but "
@@ -189,6 +196,42 @@ class _Loading:
             wanted, found = type(optimizer).__qualname__, self.manifest.optimizers.get(of)
             if found is not None and found != wanted:
                 raise _Mismatch(f"{self.reader.folder} has the state of {found} as {of}, but {wanted} was given")
+
+    def _read_object(self, of: str, value: Any) -> None:
+        """The state that an object has on this rank: its own, if as many ranks have saved; else rank 0's. Generators
+        that were apart stay apart: ranks that were not there keep theirs."""
+        indexes, rank = self.reader.indexes, self.world.rank
+        own = {writer: index.values[of][""][""] for writer, index in enumerate(indexes) if _has_state(index, of)}
+        if own.keys() - {0} and len(indexes) != self.world.size:
+            self.warnings.append(
+                f"{self.reader.folder} was saved by {len(indexes)} ranks, whose states of {of} differ: "
+                + (
+                    f"ranks from {len(indexes)} on keep theirs"
+                    if isinstance(value, GeneratorState)
+                    else "all ranks have that of rank 0 now"
+                )
+            )
+            if isinstance(value, GeneratorState) and rank >= len(indexes):
+                return
+            own = own if isinstance(value, GeneratorState) else {}
+        writer = rank if rank in own else 0
+        if writer in own:
+            state = self._decoded(own[writer], lambda n: self._tensor(of_rank_key(of, writer, n)))
+        elif of in self.manifest.objects:
+            state = self._decoded(self.manifest.objects[of], partial(self._numbered, of))
+        else:
+            return
+        self.actions.append(partial(self._give, of, value, state))
+
+    def _give(self, of: str, value: Any, state: Any) -> None:
+        try:
+            value.load_state_dict(state)
+        except WhaleError:
+            raise
+        except Exception as error:  # whatever the objects' own methods raise
+            raise CheckpointError(
+                f"{of} refuses its state in {self.reader.folder}: {type(error).__name__}: {error}"
+            ) from error
 
     def _tensor(self, key: Key, at: Intervals | None = None) -> Tensor:
         form = self.reader.form(key)
@@ -355,6 +398,10 @@ class _Loading:
             )
         rank, first = found[0]
         return {k: self._decoded(v, lambda n: self._tensor(options_key(of, rank, n))) for k, v in first.options.items()}
+
+
+def _has_state(index: Index, of: str) -> bool:
+    return "" in index.values.get(of, {}).get("", {})
 
 
 def _steps_on_device(group: Mapping[str, Any]) -> bool:
