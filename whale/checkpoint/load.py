@@ -37,7 +37,7 @@ from whale.runtime.engine import Engine
 from whale.runtime.module import ParallelModule
 from whale.runtime.store import Board
 
-__all__ = ["LoadedCheckpoint", "load_checkpoint"]
+__all__ = ["LoadedCheckpoint", "load_checkpoint", "load_random_numbers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +90,20 @@ def load_checkpoint(
     check_type("model", model, ParallelModule, "a parallel model, as whale.parallelize returns it")
     if step is not None:
         check_count("step", step, least=0)
+    return _newest_good(Path(directory).absolute(), sorted_out(model, state), step, strict, _Loading.run)
+
+
+def load_random_numbers(directory: str | PathLike[str], model: ParallelModule) -> LoadedCheckpoint | None:
+    """Set the random numbers of a checkpoint alone, as `load_checkpoint` does, after something has drawn some."""
+    return _newest_good(Path(directory).absolute(), sorted_out(model, {}), None, False, _Loading.read_random)
+
+
+def _newest_good(
+    directory: Path, kinds: Kinds, step: int | None, strict: bool, read: Callable[[_Loading], None]
+) -> LoadedCheckpoint | None:
+    """Load what *read* reads of the newest checkpoint that is good for all ranks, or of that of a step."""
     wait_for_checkpoints()
-    kinds = sorted_out(model, state)
-    world, directory = engine_of(model).world, Path(directory).absolute()
+    world = engine_of(kinds.models[MODEL]).world
     meeting = Board(world, "checkpoint that is loaded", world.failures.timeout_seconds)
     if step is None and checkpoint_in(directory) == directory:  # one of them was named
         directory, step = directory.parent, int(directory.name.removeprefix("step-"))
@@ -105,7 +116,7 @@ def load_checkpoint(
     for each in found if step is None else [step]:
         staged, verdict = None, ["", ""]
         try:
-            staged = _staged(directory / step_name(each), kinds, strict)
+            staged = _staged(directory / step_name(each), kinds, strict, read)
         except _Mismatch as error:
             verdict = ["of another", str(error)]
         except WhaleError as error:
@@ -147,11 +158,11 @@ class _Staged:
             action()
 
 
-def _staged(folder: Path, kinds: Kinds, strict: bool) -> _Staged:
+def _staged(folder: Path, kinds: Kinds, strict: bool, read: Callable[[_Loading], None]) -> _Staged:
     """Read and check what this rank needs of a checkpoint."""
     with Reader(folder) as reader:
         loading = _Loading(reader, kinds, strict)
-        loading.run()
+        read(loading)
         return _Staged(reader.bytes_read, loading.actions, loading.warnings)
 
 
@@ -175,12 +186,14 @@ class _Loading:
         for of, optimizer in self.kinds.optimizers.items():
             if of in self.manifest.optimizers:
                 self._read_optimizer(of, optimizer)
-        model = self.kinds.models[MODEL]
-        state = self._tensor(Key(RANDOM, "", ""))
-        self.actions.append(partial(_set_random, model, state))
-        scaler, saved = model.loss_scaler, self.manifest.loss_scaler
+        scaler, saved = self.kinds.models[MODEL].loss_scaler, self.manifest.loss_scaler
         if scaler is not None and saved is not None:
             self.actions.append(partial(scaler.load_state_dict, saved))
+        self.read_random()
+
+    def read_random(self) -> None:
+        """Read the position of random operators, and the generators of the process."""
+        self.actions.append(partial(_set_random, self.kinds.models[MODEL], self._tensor(Key(RANDOM, "", ""))))
         self._read_object(RANDOM, self.kinds.objects[RANDOM])
 
     def _check_objects(self) -> None:
