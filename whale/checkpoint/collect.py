@@ -27,6 +27,7 @@ from whale.runtime.shard_tensor import ShardTensor
 
 __all__ = [
     "MODEL",
+    "OF_PROCESS",
     "RANDOM",
     "Collected",
     "Kinds",
@@ -42,6 +43,9 @@ __all__ = [
 
 MODEL, RANDOM = "model", "random"
 """Names that a script's objects cannot have."""
+
+OF_PROCESS = f"{RANDOM}."
+"""The names of the generators of a process begin so."""
 
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -59,7 +63,7 @@ def names_of(engine: Engine) -> dict[int, str]:
 @dataclass(frozen=True)
 class Kinds:
     """The objects of a script by how their states are saved: models and optimizers in parts, all others whole, with the
-    random numbers of the process among them."""
+    generators of the process among them."""
 
     models: Mapping[str, ParallelModule]
     optimizers: Mapping[str, Optimizer]
@@ -84,7 +88,8 @@ def sorted_out(model: ParallelModule, state: Mapping[str, Any]) -> Kinds:
     models = {name: value for name, value in given.items() if isinstance(value, ParallelModule)}
     optimizers = {name: value for name, value in given.items() if isinstance(value, Optimizer)}
     objects = {name: value for name, value in given.items() if name not in models and name not in optimizers}
-    objects[RANDOM] = of_process(engine_of(model).world.device)
+    generators = of_process(engine_of(model).world.device)
+    objects |= {f"{OF_PROCESS}{name}": generator for name, generator in generators.items()}
     return Kinds({MODEL: model, **models}, optimizers, objects)
 
 
@@ -126,7 +131,7 @@ class Collected:
         Those of rank 0 are in the manifest, but for the generators of its process, which are in its index.
         """
         for of, state in self.objects.items():
-            if rank == 0 and of != RANDOM:
+            if rank == 0 and not of.startswith(OF_PROCESS):
                 self.pieces += state.pieces
             elif rank == 0 or first.get(of) != state.digest():
                 self.values[of] = {"": {"": state.encoded}}

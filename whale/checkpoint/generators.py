@@ -58,34 +58,34 @@ def state_of_generator(value: object) -> GeneratorState | None:
             lambda state: setattr(bits, "state", _with_arrays(state["numpy"], bits.state)),
         )
     if isinstance(value, np.random.RandomState):
-        return GeneratorState(
-            lambda: {"numpy": _listed(value.get_state(legacy=False))},
-            lambda state: value.set_state(_with_arrays(state["numpy"], value.get_state(legacy=False))),
-        )
+        return _numpys(value)
     return None
 
 
-def of_process(device: torch.device) -> GeneratorState:
+def of_process(device: torch.device) -> dict[str, GeneratorState]:
     """The generators of this process: torch's of the host and of the device, and those of the modules ``random`` and
     ``numpy.random``."""
+    found = {
+        "torch": GeneratorState(
+            lambda: {"torch": torch.get_rng_state()}, lambda state: torch.set_rng_state(state["torch"])
+        ),
+        "python": GeneratorState(lambda: {"python": random.getstate()}, lambda state: random.setstate(state["python"])),
+        "numpy": _numpys(np.random),
+    }
+    if device.type == "cuda":
+        found["cuda"] = GeneratorState(
+            lambda: {"cuda": torch.cuda.get_rng_state(device)},
+            lambda state: torch.cuda.set_rng_state(state["cuda"], device),
+        )
+    return found
 
-    def read() -> dict[str, Any]:
-        state = {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": _listed(np.random.get_state(legacy=False)),  # what scripts draw from
-        }
-        return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
-    def write(state: Mapping[str, Any]) -> None:
-        torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
-        now = np.random.get_state(legacy=False)
-        np.random.set_state(_with_arrays(state["numpy"], now))
-        if device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], device)
-
-    return GeneratorState(read, write)
+def _numpys(generator: Any) -> GeneratorState:
+    """The state of a ``RandomState``, or of the module, which is one."""
+    return GeneratorState(
+        lambda: {"numpy": _listed(generator.get_state(legacy=False))},
+        lambda state: generator.set_state(_with_arrays(state["numpy"], generator.get_state(legacy=False))),
+    )
 
 
 def _listed(value: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from whale.arguments import check_count, check_type, known_arguments
 from whale.checkpoint.collect import (
     MODEL,
+    OF_PROCESS,
     RANDOM,
     Kinds,
     engine_of,
@@ -178,7 +179,7 @@ class _Loading:
         """Read all; objects that may refuse their states come first, and random numbers, which they may draw, last."""
         self._check_objects()
         for of, value in self.kinds.objects.items():
-            if of != RANDOM:
+            if not of.startswith(OF_PROCESS):
                 self._read_object(of, value)
         for of, model in self.kinds.models.items():
             if of in self.manifest.names:
@@ -194,11 +195,14 @@ class _Loading:
     def read_random(self) -> None:
         """Read the position of random operators, and the generators of the process."""
         self.actions.append(partial(_set_random, self.kinds.models[MODEL], self._tensor(Key(RANDOM, "", ""))))
-        self._read_object(RANDOM, self.kinds.objects[RANDOM])
+        for of, value in self.kinds.objects.items():
+            if of.startswith(OF_PROCESS):
+                self._read_object(of, value)
 
     def _check_objects(self) -> None:
         saved = {*self.manifest.names, *self.manifest.optimizers, *self.manifest.objects} - {MODEL}
-        given = {*self.kinds.models, *self.kinds.optimizers, *self.kinds.objects} - {MODEL, RANDOM}
+        given = {*self.kinds.models, *self.kinds.optimizers, *self.kinds.objects} - {MODEL}
+        given = {of for of in given if not of.startswith(OF_PROCESS)}
         if self.strict and saved != given:
             raise _Mismatch(
                 f"{self.reader.folder} has the states of {', '.join(sorted(saved)) or 'nothing'} beside the model, but "
@@ -216,17 +220,15 @@ class _Loading:
         indexes, rank = self.reader.indexes, self.world.rank
         own = {writer: index.values[of][""][""] for writer, index in enumerate(indexes) if _has_state(index, of)}
         if own.keys() - {0} and len(indexes) != self.world.size:
-            self.warnings.append(
-                f"{self.reader.folder} was saved by {len(indexes)} ranks, whose states of {of} differ: "
-                + (
-                    f"ranks from {len(indexes)} on keep theirs"
-                    if isinstance(value, GeneratorState)
-                    else "all ranks have that of rank 0 now"
+            apart = isinstance(value, GeneratorState)
+            now = f"ranks from {len(indexes)} on keep theirs" if apart else "all ranks have that of rank 0 now"
+            if not of.startswith(OF_PROCESS):  # of which most are not seeded
+                self.warnings.append(
+                    f"{self.reader.folder} was saved by {len(indexes)} ranks, whose states of {of} differ: {now}"
                 )
-            )
-            if isinstance(value, GeneratorState) and rank >= len(indexes):
+            if apart and rank >= len(indexes):
                 return
-            own = own if isinstance(value, GeneratorState) else {}
+            own = own if apart else {}
         writer = rank if rank in own else 0
         if writer in own:
             state = self._decoded(own[writer], lambda n: self._tensor(of_rank_key(of, writer, n)))

@@ -22,7 +22,7 @@ import torch
 
 from whale.arguments import check_count, check_type, known_arguments
 from whale.checkpoint import folder as folders
-from whale.checkpoint.collect import RANDOM, Collected, collect, engine_of, sorted_out
+from whale.checkpoint.collect import OF_PROCESS, Collected, collect, engine_of, sorted_out
 from whale.checkpoint.format import Manifest, written_manifest
 from whale.checkpoint.writer import write_rank
 from whale.errors import CheckpointError, WhaleError
@@ -97,7 +97,7 @@ def save_checkpoint(
         indexes=(),  # when all ranks have written them
         names=found.names,
         optimizers=found.classes,
-        objects={of: state.encoded for of, state in found.objects.items() if of != RANDOM},
+        objects={of: state.encoded for of, state in found.objects.items() if not of.startswith(OF_PROCESS)},
         loss_scaler=None if scaler is None else scaler.state_dict(),
         versions={"torch": torch.__version__},
     )
