@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import whale
 from whale.ir.cluster import Cluster, DeviceType
 
-WIDTH, LAYERS = 512, 6
-"""AdamW's states with the parameters are some 220 MiB."""
+WIDTH = 512
+LAYERS = {1: 6, 2: 12}
+"""By the number of ranks among which they are divided: parameters with AdamW's states are at least 200 MiB a rank."""
 
 
 def unlike() -> Cluster:
@@ -41,7 +42,7 @@ def unlike() -> Cluster:
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "dp": ({"": whale.replicate()}, {}, 1.02),
     "tp": ({"": whale.split()}, {}, 1.15),
-    "pp": ({f"transformer.h.{i}": whale.stage() for i in (0, 3)}, {"micro_batches": 2}, 1.02),
+    "pp": ({f"transformer.h.{i}": whale.stage() for i in (0, 6)}, {"micro_batches": 2}, 1.02),
     "zero 3": ({"": whale.replicate()}, {"zero": 3}, 1.02),
     "tp 3:1": ({"": whale.split()}, {"cluster": unlike()}, 1.30),
 }
@@ -51,8 +52,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 class Run:
     """A model and an optimizer with states."""
 
-    def __init__(self, layout: dict[str, Any], options: dict[str, Any]) -> None:
-        model = gpt2(width=WIDTH, layers=LAYERS)
+    def __init__(self, layout: dict[str, Any], options: dict[str, Any], layers: int) -> None:
+        model = gpt2(width=WIDTH, layers=layers)
         whale.annotate(model, layout)
         self.model = whale.parallelize(model, batch(4, 16), device="cpu", **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -66,7 +67,7 @@ class Run:
         return sum(x.nbytes for x in [*self.model._whale.engine.tensors.values(), *states])
 
     def state(self) -> dict[str, Any]:
-        """As DCP takes it."""
+        """The state as DCP takes it."""
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         return {
             "model": self.model.state_dict(),
@@ -83,7 +84,8 @@ def main() -> None:
     rows = []
     for case, (layout, given, read) in CASES.items():
         if options.only in case:
-            rows += measured(case, Run(layout, given), read, Path(folder[0]) / case, beside, options.repeats)
+            run = Run(layout, given, LAYERS[1 if case == "dp" else 2])
+            rows += measured(case, run, read, Path(folder[0]) / case, beside, options.repeats)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])

@@ -126,7 +126,7 @@ def orphans(folder: Path, seconds: float = 5.0) -> list[int]:
 
 
 def curve(folder: Path) -> dict[str, Any]:
-    """What a run has logged: losses by step, weights and the next random number. Attempts must agree."""
+    """The log of a run: losses by step, weights and the next random number. Attempts must agree."""
     found: dict[str, Any] = {}
     for line in (folder / "log").read_text().splitlines():
         said = json.loads(line)

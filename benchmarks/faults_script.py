@@ -37,7 +37,7 @@ CALLS = ("mkdir", "write", "fsync", "rename", "ftruncate")
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens once in a run.
+    """A fault, which happens once in a run.
 
     Attributes:
         point: ``init``, ``built``, ``step``, ``update``, ``during`` (a step, after *delay* seconds) or ``save`` (before

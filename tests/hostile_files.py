@@ -215,7 +215,7 @@ GOOD_WEIGHT_MAP: dict[str, Any] = {
 
 
 def weights_of(parse: Callable[[bytes], object], text: str) -> object:
-    """What the header or the index of weights says."""
+    """The content of a header or an index of weights."""
     try:
         return parse(text.encode("utf-8", "replace"))
     except CheckpointError as error:

@@ -139,7 +139,7 @@ class Run:
         return losses
 
     def position(self) -> list[Any]:
-        """Where random operators, the data and the schedule are."""
+        """The positions of random operators, the data and the schedule."""
         return [self.model.get_rng_state()[:2].tolist(), self.loader.state_dict(), self.scheduler.state_dict()]
 
     def parts(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def whole(parts: Sequence[dict[str, Any]]) -> dict[str, dict[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a rank has saved: the losses before, those after, its tensors, and where it was."""
+    """The results of a rank that has saved: the losses before, those after, its tensors, and where it was."""
 
     before: list[float]
     after: list[float]
@@ -223,7 +223,7 @@ def loaded(
 
 
 def on_ranks(worlds: Worlds, function: Callable[..., Any], family: str, plan: str, *arguments: Any) -> list[Any]:
-    """What *function* returns on each rank of a plan."""
+    """The results of *function* on each rank of a plan."""
     size = FAMILIES[family][plan].size
     if size == 1:
         return [function(None, family, plan, *arguments)]

@@ -306,7 +306,7 @@ def draws(own: random.Random) -> list[float]:
 
 
 def of_ranks(world: World | None, folder: Path, apart: bool, saves: bool) -> tuple[list[float], int, list[str]]:
-    """What generators draw next, the position of a loader, and warnings: after a save, or a load."""
+    """The next numbers of generators, the position of a loader, and warnings: after a save, or a load."""
     seed = world.rank if world is not None and apart else 0
     seed += 0 if saves else 100
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)

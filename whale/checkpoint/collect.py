@@ -122,13 +122,13 @@ class Collected:
     objects: dict[str, ObjectState] = field(default_factory=dict)
 
     def digests(self) -> dict[str, str]:
-        """Those of the objects' states."""
+        """The digests of the objects' states."""
         return {of: state.digest() for of, state in self.objects.items()}
 
     def add_objects(self, rank: int, first: Mapping[str, str]) -> None:
         """Add the states of objects to what a rank writes, if they are not those of rank 0, whose digests are *first*.
 
-        Those of rank 0 are in the manifest, but for the generators of its process, which are in its index.
+        Those of rank 0 are in the manifest, except the generators of its process, which are in its index.
         """
         for of, state in self.objects.items():
             if rank == 0 and not of.startswith(OF_PROCESS):

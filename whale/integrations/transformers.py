@@ -51,7 +51,7 @@ _LAUNCH = (
 _saves = count()
 
 _STATE = "whale"
-"""Where a checkpoint of a Trainer has that of Whale: the optimizer, the schedule and random numbers, too."""
+"""The folder of a Trainer's checkpoint that has one of Whale: the optimizer, the schedule and random numbers, too."""
 
 _REFUSED = {
     "fp16": 'write parallelize(..., precision="fp16")',
