@@ -96,15 +96,21 @@ def over_ranks(number: float, op: dist.ReduceOp.RedOpType) -> float:
 
 
 def side_by_side(
-    case: str, whale: Callable[[], object], plain: Callable[[], object], *, repeats: int, target: float
+    case: str,
+    whale: Callable[[], object],
+    plain: Callable[[], object],
+    *,
+    repeats: int,
+    target: float,
+    after: Callable[[], object] = lambda: None,
 ) -> Row:
-    """Alternate both sides, in changing order; a ratio is the median of the ratios of pairs.
+    """Alternate both sides, in changing order; a ratio is the median of the ratios of pairs. *after* each is not timed.
 
     The time of a step is that of the slowest rank. Its processor time is that of all ranks; other load disturbs it
     less, and it excludes waiting.
     """
     for _ in range(3):
-        whale(), plain()
+        whale(), after(), plain(), after()
     wall: dict[int, list[float]] = {0: [], 1: []}
     busy: dict[int, list[float]] = {0: [], 1: []}
     for repeat in range(repeats):
@@ -116,6 +122,7 @@ def side_by_side(
             wall_seconds, busy_seconds = time.perf_counter() - start, time.process_time() - used
             wall[side].append(over_ranks(wall_seconds, dist.ReduceOp.MAX))
             busy[side].append(over_ranks(busy_seconds, dist.ReduceOp.SUM))
+            after()
     ratios = [statistics.median(a / b for a, b in zip(of[0], of[1], strict=True)) for of in (wall, busy)]
     medians = [statistics.median(wall[side]) for side in (0, 1)]
     return Row(case, *medians, target, ratio_median=ratios[0], processor_ratio=ratios[1])

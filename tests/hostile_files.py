@@ -22,6 +22,7 @@ import yaml
 from hypothesis import strategies as st
 
 from whale.checkpoint.format import Index, Manifest, index_of, manifest_of
+from whale.checkpoint.hugging_face import entries_of, weight_map_of
 from whale.checkpoint.values import decoded
 from whale.commands.rank_traces import parse_trace, summary
 from whale.errors import CheckpointError, InputFileError
@@ -201,6 +202,26 @@ def checkpoint_of(parse: Callable[[bytes], Manifest | Index], content: bytes) ->
         raise InputFileError(str(error)) from error
 
 
+GOOD_HEADER: dict[str, Any] = {
+    "__metadata__": {"format": "pt"},
+    "head.weight": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]},
+    "head.bias": {"dtype": "BF16", "shape": [4], "data_offsets": [96, 104]},
+    "scale": {"dtype": "F64", "shape": [], "data_offsets": [104, 112]},
+}
+GOOD_WEIGHT_MAP: dict[str, Any] = {
+    "metadata": {"total_size": 112},
+    "weight_map": {"head.weight": "model-00001-of-00002.safetensors", "scale": "model-00002-of-00002.safetensors"},
+}
+
+
+def weights_of(parse: Callable[[bytes], object], text: str) -> object:
+    """The content of a header or an index of weights."""
+    try:
+        return parse(text.encode("utf-8", "replace"))
+    except CheckpointError as error:
+        raise InputFileError(str(error)) from error
+
+
 KINDS = (
     FileKind(
         name="cluster",
@@ -252,6 +273,20 @@ KINDS = (
         parse=lambda text, format: checkpoint_of(
             lambda c: index_of(c, Path("rank-00000.json")), text.encode("utf-8", "replace")
         ),
+    ),
+    FileKind(
+        name="weights header",
+        formats=("json",),
+        good=GOOD_HEADER,
+        words=("__metadata__", "F64", "BOOL", "I4", "dtype", "data_offsets"),
+        parse=lambda text, format: weights_of(lambda c: entries_of(c, 112, Path("model.safetensors")), text),
+    ),
+    FileKind(
+        name="weights index",
+        formats=("json",),
+        good=GOOD_WEIGHT_MAP,
+        words=("../../secret.safetensors", "/etc/passwd", "a.safetensors", ".safetensors", "weight_map"),
+        parse=lambda text, format: weights_of(lambda c: weight_map_of(c, Path("model.safetensors.index.json")), text),
     ),
 )
 

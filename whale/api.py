@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -59,6 +60,7 @@ def parallelize(
     state_dict: Mapping[str, Tensor] | None = None,
     cluster: str | PathLike[str] | Cluster | None = None,
     plan: str | PathLike[str] | Plan | None = None,
+    plan_cache: str | PathLike[str] | None = None,
     micro_batches: int | None = None,
     schedule: str | None = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -92,6 +94,8 @@ def parallelize(
             ``plan="auto"``, and where GPUs are of different types).
         plan: a plan file, or a Plan. ``"auto"``: rank 0 searches for one, for a model without annotations, with the
             given *micro_batches* and *schedule*.
+        plan_cache: a folder, such as one beside the checkpoints, in which rank 0 keeps the plans that ``"auto"`` finds.
+            A search for the same model, devices, batch and options then takes the one that is there.
         micro_batches: number of micro-batches; must divide the batch, except with ``plan="auto"``: the last one may
             then have fewer rows, as it may in a plan.
         schedule: ``gpipe``, ``1f1b`` (the default), ``1f1b_deep`` (more warm-up forwards, for slow links),
@@ -185,6 +189,10 @@ def parallelize(
         check_choice("device", device, ("cpu", "cuda"))
     hosted = _offload(offload)
     automatic = plan == "auto"
+    if plan_cache is not None:
+        check_type("plan_cache", plan_cache, (str, PathLike), "a path")
+        if not automatic:
+            raise UsageError('plan_cache keeps plans that plan="auto" finds: leave it out, or give plan="auto"')
     if automatic and state_shares not in (None, "auto"):
         raise UsageError('state_shares: plan="auto" chooses how much each device owns; leave them out')
     if isinstance(plan, (str, PathLike)):
@@ -285,6 +293,7 @@ def parallelize(
             state_align=state_align or "row",
             offload=hosted or "none",
             loss_fn=loss_fn,
+            cache=None if plan_cache is None else Path(plan_cache),
         )
         options = replace(options, plan=plan, micro_batches=plan.micro_batches, schedule=plan.schedule)
     if plan is not None and plan.annotations:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import runpy
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +67,40 @@ def step_of_own_rows(world: World) -> tuple[float, float]:
 def test_a_searched_plan_with_rows_of_each_rank(worlds: Worlds) -> None:
     for found, expected in worlds.run(2, step_of_own_rows):
         assert found == pytest.approx(expected, rel=BOUND)
+
+
+def with_kept_plan(world: World, folder: Path) -> tuple[list[int], int, str]:
+    """How many searches there were after each of five runs; how many plans are kept; a refusal."""
+    from whale.commands import automatic
+
+    searches, found = [0], []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        searches[0] += 1
+        return search_plans(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(automatic, "search_plans", counted)
+        for rows, damaged in ((8, False), (8, False), (4, False), (8, True), (8, False)):
+            if damaged and world.rank == 0:
+                for file in folder.iterdir():
+                    file.write_text("{")
+            batch = tokens(rows=rows)
+            model = whale.parallelize(decoder(layers=2), batch, plan="auto", plan_cache=folder, device="cpu")
+            losses = model.train_step(**batch).item(), decoder(layers=2)(**batch).item()
+            assert losses[0] == pytest.approx(losses[1], rel=BOUND)
+            found.append(searches[0])
+    with pytest.raises(whale.WhaleError) as caught:
+        whale.parallelize(decoder(layers=2), batch, plan_cache=folder)
+    return found, len(list(folder.iterdir())), str(caught.value)
+
+
+def test_a_plan_that_was_found_is_found_again(worlds: Worlds, tmp_path: Path) -> None:
+    first, other = worlds.run(2, with_kept_plan, tmp_path / "plans")
+    assert first[0] == [1, 1, 2, 3, 3], "another batch and a damaged file are searched for"
+    assert (other[0], first[1]) == ([0] * 5, 2)
+    assert 'plan_cache keeps plans that plan="auto" finds' in first[2]
 
 
 def staged_step(world: World, schedule: str | None = None) -> tuple[float, set[str]]:

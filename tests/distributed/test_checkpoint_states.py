@@ -4,10 +4,13 @@ scale, experts and interleaved stages; and what ranks say when one cannot save."
 from __future__ import annotations
 
 import copy
+import random
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -283,6 +286,58 @@ def test_weights_of_files_are_loaded_into_parts(worlds: Worlds, tmp_path: Path) 
         assert loaded
         assert kept
         assert "rank 1: up.weight has shape (8, 3), but the model's is (8, 6)" in refusal
+
+
+class Position:
+    """A loader that is elsewhere on each rank."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "rows": torch.full((2,), self.at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"] if state["rows"].tolist() == [state["at"]] * 2 else -1
+
+
+def draws(own: random.Random) -> list[float]:
+    return [own.random(), random.random(), float(np.random.rand()), torch.rand(()).item()]
+
+
+def of_ranks(world: World | None, folder: Path, apart: bool, saves: bool) -> tuple[list[float], int, list[str]]:
+    """The next numbers of generators, the position of a loader, and warnings: after a save, or a load."""
+    seed = world.rank if world is not None and apart else 0
+    seed += 0 if saves else 100
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+    own, loader = random.Random(seed), Position(seed)
+    model = small()
+    if saves:
+        whale.save_checkpoint(folder, model, step=1, own=own, loader=loader)
+        whale.wait_for_checkpoints()
+        return draws(own), loader.at, []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        whale.load_checkpoint(folder, model, own=own, loader=loader)
+    return draws(own), loader.at, [str(one.message) for one in told]
+
+
+def test_ranks_that_draw_apart_go_on_apart(worlds: Worlds, tmp_path: Path) -> None:
+    saved = worlds.run(2, of_ranks, tmp_path / "apart", True, True)
+    assert saved[0][0] != saved[1][0] and [at for _, at, _ in saved] == [0, 1]
+    assert worlds.run(2, of_ranks, tmp_path / "apart", True, False) == saved
+    found, at, told = of_ranks(None, tmp_path / "apart", True, False)
+    assert (found, at) == (saved[0][0], 0)
+    assert any("saved by 2 ranks, whose states of loader differ: all ranks have that of rank 0 now" in x for x in told)
+
+
+def test_ranks_that_draw_alike_do_so_in_any_number(worlds: Worlds, tmp_path: Path) -> None:
+    saved = worlds.run(2, of_ranks, tmp_path / "two", False, True)
+    assert of_ranks(None, tmp_path / "two", False, False) == saved[0]
+    alone = of_ranks(None, tmp_path / "one", False, True)
+    assert worlds.run(2, of_ranks, tmp_path / "one", False, False) == [alone, alone]
+    size = [path.stat().st_size for path in sorted((tmp_path / "two").glob("step-*/rank-*.json"))]
+    assert size[1] < size[0] / 2, "what is rank 0's is written once"
 
 
 # --- failures

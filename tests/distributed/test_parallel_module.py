@@ -424,20 +424,27 @@ def test_whole_states_on_rank_0_alone(ranks: Two, kind: str) -> None:
     assert (names, others, equal) == (list(decoder(layers=2).state_dict()), [], True)
 
 
-def save_for_another_layout(world: World, folder: str) -> list[float]:
+def save_for_another_layout(world: World, folder: str, beside: bool) -> list[float]:
     source, target = parallel("split"), parallel("stages")
     source.train_step(**tokens())
     torch.optim.SGD(source.parameters(), lr=0.1).step()
-    dcp.save({"model": source.state_dict()}, checkpoint_id=folder)
+    saved = source.full_state_dict()
+    if beside:
+        group = torch.distributed.new_group(backend="gloo")
+        writing: Any = dcp.async_save({"model": source.state_dict()}, checkpoint_id=folder, process_group=group)
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.zero_()
+        writing.result()
+    else:
+        dcp.save({"model": source.state_dict()}, checkpoint_id=folder)
     dcp.load({"model": target.state_dict()}, checkpoint_id=folder)
-    return [
-        float((a - b).abs().max())
-        for a, b in zip(source.full_state_dict().values(), target.full_state_dict().values(), strict=True)
-    ]
+    return [float((saved[name] - value).abs().max()) for name, value in target.full_state_dict().items()]
 
 
-def test_torch_s_checkpoints_reshard(ranks: Two, tmp_path: Path) -> None:
-    for errors in ranks.run(save_for_another_layout, str(tmp_path / "checkpoint")):
+@pytest.mark.parametrize("beside", [False, True], ids=["at once", "beside the training"])
+def test_torch_s_checkpoints_reshard(ranks: Two, beside: bool, tmp_path: Path) -> None:
+    for errors in ranks.run(save_for_another_layout, str(tmp_path / "checkpoint"), beside):
         assert max(errors) == 0.0
 
 

@@ -52,6 +52,18 @@ try:
     whale.parallelize(decoder(layers=1), batch, cluster=cluster, device="cpu")
 except whale.WhaleError as error:
     print(f"refused {type(error).__name__}: {error};", flush=True)
+finalize()
+
+torch.distributed.init_process_group("gloo")
+for place in (3 - process, process):
+    os.environ["WHALE_DEVICE_TYPE"] = TYPES[place]
+    torch.distributed.barrier()
+    try:
+        model = whale.parallelize(decoder(layers=1), batch, cluster=cluster, device="cpu")
+        rows = sum(last - first for first, last in model.batch_share())
+        print(f"own {place} {model.rank} {rows};", flush=True)
+    except whale.WhaleError as error:
+        print(f"kept {type(error).__name__}: {error};", flush=True)
 """
 
 
@@ -70,3 +82,9 @@ def test_processes_take_the_seats_of_their_devices_whatever_their_order_is(tmp_p
     refused = [line for line in said if line.startswith("refused")]
     assert len(refused) == 4
     assert all("PlanMismatchError: rank 3 is for a device of type slowest, and no process" in line for line in refused)
+    kept = [line for line in said if line.startswith("kept")]
+    assert len(kept) == 4, "ranks of a script's own process group are not changed"
+    wrong = "PlanMismatchError: rank 0 of the process group that the script has made has a slowest on"
+    assert all(wrong in line and "is rank 3 of the plan" in line for line in kept)
+    own = [line for line in said if line.startswith("own")]
+    assert sorted(own) == ["own 0 0 4", "own 1 1 3", "own 2 2 2", "own 3 3 1"]

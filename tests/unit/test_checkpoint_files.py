@@ -9,7 +9,7 @@ import shutil
 import signal
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import sha256
 from itertools import pairwise
@@ -414,6 +414,41 @@ def test_another_model_or_optimizer_is_refused_with_the_difference(runs: Runs) -
     with pytest.raises(CheckpointError, match="has the states of optimizer beside the model, but none were given"):
         whale.load_checkpoint(runs.directory, runs.model)
     assert whale.load_checkpoint(runs.directory, runs.model, strict=False) is not None
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "python": lambda: random.Random(3),
+    "PCG64": lambda: np.random.default_rng(3),
+    "MT19937": lambda: np.random.Generator(np.random.MT19937(3)),
+    "Philox": lambda: np.random.Generator(np.random.Philox(3)),
+    "SFC64": lambda: np.random.Generator(np.random.SFC64(3)),
+    "RandomState": lambda: np.random.RandomState(3),
+}
+
+
+def drawn(own: Mapping[str, Any]) -> list[float]:
+    """A number of each generator of a script, and of those of the process."""
+    draws = [torch.rand((), generator=g).item() if isinstance(g, torch.Generator) else g.random() for g in own.values()]
+    return [*draws, torch.rand(()).item(), random.random(), float(np.random.rand())]
+
+
+def test_generators_of_random_numbers_go_on(runs: Runs, tmp_path: Path) -> None:
+    own = {name: make() for name, make in MAKERS.items()}
+    drawn(own)
+    whale.save_checkpoint(tmp_path, runs.model, step=1, asynchronous=False, **own)
+    expected = [drawn(own) for _ in range(3)]
+    other = {name: make() for name, make in MAKERS.items()}
+    whale.load_checkpoint(tmp_path, runs.model, **other)
+    assert [drawn(other) for _ in range(3)] == expected
+
+
+def test_a_state_that_an_object_refuses_is_named(runs: Runs, tmp_path: Path) -> None:
+    whale.save_checkpoint(tmp_path, runs.model, step=1, asynchronous=False, draws=np.random.default_rng(3))
+    before = values(runs.model, runs.optimizer)
+    with pytest.raises(CheckpointError, match=r"draws refuses its state in .*step-00000001: KeyError: 'torch'"):
+        whale.load_checkpoint(tmp_path, runs.model, draws=torch.Generator())
+    assert same(values(runs.model, runs.optimizer), before)
 
 
 def test_a_full_disk_leaves_the_last_good_one(runs: Runs, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,19 @@ training goes on meanwhile, and what is not a tensor. It knows models and optimi
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
 from whale.checkpoint.format import Group, Intervals, Key, whole
+from whale.checkpoint.generators import of_process, state_of_generator
 from whale.checkpoint.owners import Held, written_by, written_parts
 from whale.checkpoint.tensors import dtype_name, elements, taken
 from whale.checkpoint.values import encoded
@@ -23,12 +27,15 @@ from whale.runtime.shard_tensor import ShardTensor
 
 __all__ = [
     "MODEL",
+    "OF_PROCESS",
     "RANDOM",
     "Collected",
     "Kinds",
+    "ObjectState",
     "collect",
     "engine_of",
     "names_of",
+    "of_rank_key",
     "options_key",
     "sorted_out",
     "state_tensor_key",
@@ -36,6 +43,9 @@ __all__ = [
 
 MODEL, RANDOM = "model", "random"
 """Names that a script's objects cannot have."""
+
+OF_PROCESS = f"{RANDOM}."
+"""The names of the generators of a process begin so."""
 
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -52,7 +62,8 @@ def names_of(engine: Engine) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Kinds:
-    """The objects of a script by how their states are saved: models and optimizers in parts, all others by rank 0."""
+    """The objects of a script by how their states are saved: models and optimizers in parts, all others whole, with the
+    generators of the process among them."""
 
     models: Mapping[str, ParallelModule]
     optimizers: Mapping[str, Optimizer]
@@ -65,30 +76,66 @@ def sorted_out(model: ParallelModule, state: Mapping[str, Any]) -> Kinds:
     Raises:
         UsageError: one has no state, or a name that is taken.
     """
-    for name, value in state.items():
+    given = {name: state_of_generator(value) or value for name, value in state.items()}
+    for name, value in given.items():
         if name in (MODEL, RANDOM):
             raise UsageError(f"{name}= is a name of the checkpoint's own; give the object another one")
         if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
             raise UsageError(
                 f"{name} is a {type(value).__name__}; give objects with state_dict and load_state_dict, such as "
-                "optimizers, schedulers and loaders"
+                "optimizers, schedulers, loaders and generators of random numbers"
             )
-    models = {name: value for name, value in state.items() if isinstance(value, ParallelModule)}
-    optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
-    objects = {name: value for name, value in state.items() if name not in models and name not in optimizers}
+    models = {name: value for name, value in given.items() if isinstance(value, ParallelModule)}
+    optimizers = {name: value for name, value in given.items() if isinstance(value, Optimizer)}
+    objects = {name: value for name, value in given.items() if name not in models and name not in optimizers}
+    generators = of_process(engine_of(model).world.device)
+    objects |= {f"{OF_PROCESS}{name}": generator for name, generator in generators.items()}
     return Kinds({MODEL: model, **models}, optimizers, objects)
+
+
+@dataclass(frozen=True)
+class ObjectState:
+    """The state of an object on a rank: JSON, and the tensors that are numbered in it."""
+
+    encoded: Any
+    pieces: list[Piece]
+
+    def digest(self) -> str:
+        """The SHA-256 of all of it."""
+        found = hashlib.sha256(json.dumps(self.encoded, sort_keys=True).encode())
+        for piece in self.pieces:
+            found.update(f"{piece.dtype} {piece.shape}".encode())
+            found.update(memoryview(np.ascontiguousarray(piece.elements).reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+        return found.hexdigest()
 
 
 @dataclass
 class Collected:
-    """The data that a rank writes; ``names``, ``classes`` and ``objects`` are for the manifest, which rank 0 writes."""
+    """The data that a rank writes; ``names``, ``classes`` and the first rank's ``objects`` are for the manifest, which
+    it writes."""
 
     pieces: list[Piece] = field(default_factory=list)
     groups: dict[str, tuple[Group, ...]] = field(default_factory=dict)
     values: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     names: dict[str, dict[str, str]] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, ObjectState] = field(default_factory=dict)
+
+    def digests(self) -> dict[str, str]:
+        """The digests of the objects' states."""
+        return {of: state.digest() for of, state in self.objects.items()}
+
+    def add_objects(self, rank: int, first: Mapping[str, str]) -> None:
+        """Add the states of objects to what a rank writes, if they are not those of rank 0, whose digests are *first*.
+
+        Those of rank 0 are in the manifest, except the generators of its process, which are in its index.
+        """
+        for of, state in self.objects.items():
+            if rank == 0 and not of.startswith(OF_PROCESS):
+                self.pieces += state.pieces
+            elif rank == 0 or first.get(of) != state.digest():
+                self.values[of] = {"": {"": state.encoded}}
+                self.pieces += [replace(one, key=of_rank_key(of, rank, int(one.key.name))) for one in state.pieces]
 
 
 def collect(kinds: Kinds, *, copied: bool) -> Collected:
@@ -137,15 +184,12 @@ class _Collector:
         for of, optimizer in kinds.optimizers.items():
             self._add_optimizer(of, optimizer, layouts)
         model = kinds.models[MODEL]
-        is_first = model.rank == 0
         for of, value in kinds.objects.items():
             state = value.state_dict()
             pieces: list[Piece] = []
             encoded_state = encoded(state, of, self._putting(pieces, partial(_numbered, of)))
-            if is_first:
-                self.found.objects[of] = encoded_state
-                self.found.pieces += pieces
-        if is_first:
+            self.found.objects[of] = ObjectState(encoded_state, pieces)
+        if model.rank == 0:
             self.found.pieces.append(self._whole(Key(RANDOM, "", ""), model.get_rng_state()))
         return self.found
 
@@ -252,6 +296,11 @@ def _layout_of(of: str, optimizer: Optimizer, layouts: Mapping[str, _Layout]) ->
 
 def _numbered(of: str, number: int) -> Key:
     return Key(of, "", str(number))
+
+
+def of_rank_key(of: str, rank: int, number: int) -> Key:
+    """The key of a tensor in the state that an object has on a rank, where it is not that of rank 0."""
+    return Key(of, "$rank", f"{rank}.{number}")
 
 
 def options_key(of: str, rank: int, number: int) -> Key:

@@ -20,7 +20,7 @@ from whale.checkpoint.format import MANIFEST, is_step_name, step_name
 from whale.checkpoint.writer import synced_folder, write_synced
 from whale.errors import CheckpointError
 
-__all__ = ["begin", "checkpoint_in", "commit", "steps"]
+__all__ = ["begin", "checkpoint_in", "commit", "release", "steps"]
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0
@@ -107,6 +107,13 @@ def _lock(directory: Path) -> None:
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     _locks[key] = file
+
+
+def release(directory: Path) -> None:
+    """Let others save to a directory, in which this process saves no more."""
+    file = _locks.pop((os.getpid(), os.path.realpath(directory)), None)
+    if file is not None:
+        os.close(file)
 
 
 def checkpoint_in(path: Path) -> Path | None:

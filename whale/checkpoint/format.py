@@ -235,7 +235,8 @@ class Index(Record):
         bytes: of its file of tensors.
         parts: in it.
         groups: of the optimizers, by name.
-        values: states of optimizers that are no tensors, by the optimizer's name, parameter and state.
+        values: states of optimizers that are no tensors, by the optimizer's name, parameter and state; and of objects
+            whose state is another than on rank 0, under empty names.
     """
 
     bytes: _Size

@@ -27,7 +27,7 @@ from whale.ir.json_reader import parse_json
 from whale.ir.json_text import format_json
 from whale.ir.record import Record
 
-__all__ = ["Exported", "WeightFiles", "export"]
+__all__ = ["Entry", "Exported", "WeightFiles", "entries_of", "export", "weight_map_of"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
@@ -112,13 +112,15 @@ def _write_shard(reader: Reader, path: Path, tensors: list[tuple[str, str, tuple
         raise
 
 
-class _Entry(Record):
+class Entry(Record):
+    """A tensor in the header of a file of safetensors."""
+
     dtype: str
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_ELEMENTS)], ...], Field(max_length=16)]
     data_offsets: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
 
 
-_Header = TypeAdapter(dict[str, _Entry])
+_Header = TypeAdapter(dict[str, Entry])
 _Map = TypeAdapter(dict[str, str])
 
 
@@ -227,14 +229,8 @@ class WeightFiles:
             view, offset, self.bytes_read = view[got:], offset + got, self.bytes_read + got
 
     def _open_index(self, path: Path) -> None:
-        content = _parsed(_content(path, _MAX_HEADER_BYTES), path)
-        try:
-            placed = _Map.validate_python(content.get("weight_map"), strict=True)
-        except ValidationError:
-            raise CheckpointError(f"{path} has no weight_map from names to files") from None
+        placed = weight_map_of(_content(path, _MAX_HEADER_BYTES), path)
         for file in sorted(set(placed.values())):
-            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}\.safetensors", file):
-                raise CheckpointError(f"{path} names the file {file[:80]!r}, which is no name of a file of safetensors")
             self._open(path.parent / file)
         missing = sorted(name for name, file in placed.items() if name not in self._places)
         if missing:
@@ -252,24 +248,48 @@ class WeightFiles:
         num_bytes = int.from_bytes(length_bytes, "little")
         if len(length_bytes) < 8 or not 2 <= num_bytes <= min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(f"{path} is damaged, or no file of safetensors: its header has {num_bytes} bytes")
-        content = _parsed(os.pread(file, num_bytes, 8), path)
-        content.pop("__metadata__", None)
-        try:
-            header = _Header.validate_python(content, strict=False)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        for name, entry in header.items():
-            begin, end = entry.data_offsets
-            if entry.dtype not in DTYPE_BYTES:
-                raise CheckpointError(f"{path}: {name} has dtype {entry.dtype[:20]}, which is not known")
-            if end - begin != prod(entry.shape) * DTYPE_BYTES[entry.dtype] or end > size - 8 - num_bytes:
-                raise CheckpointError(
-                    f"{path} is damaged: {name} is at {begin} to {end} of {size - 8 - num_bytes} bytes"
-                )
+        for name, entry in entries_of(os.pread(file, num_bytes, 8), size - 8 - num_bytes, path).items():
             if name in self._places:
                 raise CheckpointError(f"{path} has {name}, and so has {self._places[name].path}")
-            self._places[name] = _Place(file, path, entry.dtype, entry.shape, 8 + num_bytes + begin)
+            self._places[name] = _Place(file, path, entry.dtype, entry.shape, 8 + num_bytes + entry.data_offsets[0])
+
+
+def weight_map_of(content: bytes, path: Path) -> dict[str, str]:
+    """The names of files by tensor of an index with this content; *path* is for errors.
+
+    Raises:
+        CheckpointError: it is none, or a name is none of a file beside it.
+    """
+    try:
+        placed = _Map.validate_python(_parsed(content, path).get("weight_map"), strict=True)
+    except ValidationError:
+        raise CheckpointError(f"{path} has no weight_map from names to files") from None
+    for file in placed.values():
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}\.safetensors", file):
+            raise CheckpointError(f"{path} names the file {file[:80]!r}, which is no name of a file of safetensors")
+    return placed
+
+
+def entries_of(content: bytes, data_bytes: int, path: Path) -> dict[str, Entry]:
+    """The tensors of a header with this content, before as many bytes of data; *path* is for errors.
+
+    Raises:
+        CheckpointError: it is damaged, or promises what is not there.
+    """
+    found = _parsed(content, path)
+    found.pop("__metadata__", None)
+    try:
+        header = _Header.validate_python(found, strict=False)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    for name, entry in header.items():
+        begin, end = entry.data_offsets
+        if entry.dtype not in DTYPE_BYTES:
+            raise CheckpointError(f"{path}: {name} has dtype {entry.dtype[:20]}, which is not known")
+        if end - begin != prod(entry.shape) * DTYPE_BYTES[entry.dtype] or end > data_bytes:
+            raise CheckpointError(f"{path} is damaged: {name} is at {begin} to {end} of {data_bytes} bytes")
+    return header
 
 
 def _content(path: Path, most_bytes: int) -> bytes:

@@ -16,16 +16,19 @@ from torch.optim import Optimizer
 from whale.arguments import check_count, check_type, known_arguments
 from whale.checkpoint.collect import (
     MODEL,
+    OF_PROCESS,
     RANDOM,
     Kinds,
     engine_of,
     names_of,
+    of_rank_key,
     options_key,
     sorted_out,
     state_tensor_key,
 )
 from whale.checkpoint.folder import checkpoint_in, steps
-from whale.checkpoint.format import Group, Intervals, Key, length, step_name, whole
+from whale.checkpoint.format import Group, Index, Intervals, Key, length, step_name, whole
+from whale.checkpoint.generators import GeneratorState
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.save import wait_for_checkpoints
 from whale.checkpoint.tensors import DTYPES, elements
@@ -35,7 +38,7 @@ from whale.runtime.engine import Engine
 from whale.runtime.module import ParallelModule
 from whale.runtime.store import Board
 
-__all__ = ["LoadedCheckpoint", "load_checkpoint"]
+__all__ = ["LoadedCheckpoint", "load_checkpoint", "load_random_numbers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +91,20 @@ def load_checkpoint(
     check_type("model", model, ParallelModule, "a parallel model, as whale.parallelize returns it")
     if step is not None:
         check_count("step", step, least=0)
+    return _newest_good(Path(directory).absolute(), sorted_out(model, state), step, strict, _Loading.run)
+
+
+def load_random_numbers(directory: str | PathLike[str], model: ParallelModule) -> LoadedCheckpoint | None:
+    """Set the random numbers of a checkpoint alone, as `load_checkpoint` does, after something has drawn some."""
+    return _newest_good(Path(directory).absolute(), sorted_out(model, {}), None, False, _Loading.read_random)
+
+
+def _newest_good(
+    directory: Path, kinds: Kinds, step: int | None, strict: bool, read: Callable[[_Loading], None]
+) -> LoadedCheckpoint | None:
+    """Load what *read* reads of the newest checkpoint that is good for all ranks, or of that of a step."""
     wait_for_checkpoints()
-    kinds = sorted_out(model, state)
-    world, directory = engine_of(model).world, Path(directory).absolute()
+    world = engine_of(kinds.models[MODEL]).world
     meeting = Board(world, "checkpoint that is loaded", world.failures.timeout_seconds)
     if step is None and checkpoint_in(directory) == directory:  # one of them was named
         directory, step = directory.parent, int(directory.name.removeprefix("step-"))
@@ -103,7 +117,7 @@ def load_checkpoint(
     for each in found if step is None else [step]:
         staged, verdict = None, ["", ""]
         try:
-            staged = _staged(directory / step_name(each), kinds, strict)
+            staged = _staged(directory / step_name(each), kinds, strict, read)
         except _Mismatch as error:
             verdict = ["of another", str(error)]
         except WhaleError as error:
@@ -118,6 +132,8 @@ def load_checkpoint(
             staged.apply()
             for text in damaged:
                 world.warn(f"a newer checkpoint is damaged, and that of step {each} was loaded: {text}")
+            for text in staged.warnings:
+                world.warn(text)
             folder = directory / step_name(each)
             return LoadedCheckpoint(step=each, folder=folder, damaged=tuple(damaged), bytes_read=staged.bytes_read)
         rank, kind, why = next((one for one in refused if one[1] == "of another"), refused[0])
@@ -135,6 +151,7 @@ class _Staged:
 
     bytes_read: int = 0
     actions: list[Callable[[], None]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def apply(self) -> None:
         """Put it into the objects."""
@@ -142,43 +159,50 @@ class _Staged:
             action()
 
 
-def _staged(folder: Path, kinds: Kinds, strict: bool) -> _Staged:
+def _staged(folder: Path, kinds: Kinds, strict: bool, read: Callable[[_Loading], None]) -> _Staged:
     """Read and check what this rank needs of a checkpoint."""
     with Reader(folder) as reader:
         loading = _Loading(reader, kinds, strict)
-        loading.run()
-        return _Staged(reader.bytes_read, loading.actions)
+        read(loading)
+        return _Staged(reader.bytes_read, loading.actions, loading.warnings)
 
 
 class _Loading:
     def __init__(self, reader: Reader, kinds: Kinds, strict: bool) -> None:
         self.reader, self.kinds, self.strict = reader, kinds, strict
         self.manifest = reader.manifest
+        self.world = engine_of(kinds.models[MODEL]).world
         self.actions: list[Callable[[], None]] = []
+        self.warnings: list[str] = []
 
     def run(self) -> None:
-        """Read all; objects that may refuse their states come first."""
+        """Read all; objects that may refuse their states come first, and random numbers, which they may draw, last."""
         self._check_objects()
         for of, value in self.kinds.objects.items():
-            if of in self.manifest.objects:
-                state = self._decoded(self.manifest.objects[of], partial(self._numbered, of))
-                self.actions.append(partial(value.load_state_dict, state))
+            if not of.startswith(OF_PROCESS):
+                self._read_object(of, value)
         for of, model in self.kinds.models.items():
             if of in self.manifest.names:
                 self._read_model(of, engine_of(model))
         for of, optimizer in self.kinds.optimizers.items():
             if of in self.manifest.optimizers:
                 self._read_optimizer(of, optimizer)
-        model = self.kinds.models[MODEL]
-        state = self._tensor(Key(RANDOM, "", ""))
-        self.actions.append(partial(_set_random, model, state))
-        scaler, saved = model.loss_scaler, self.manifest.loss_scaler
+        scaler, saved = self.kinds.models[MODEL].loss_scaler, self.manifest.loss_scaler
         if scaler is not None and saved is not None:
             self.actions.append(partial(scaler.load_state_dict, saved))
+        self.read_random()
+
+    def read_random(self) -> None:
+        """Read the position of random operators, and the generators of the process."""
+        self.actions.append(partial(_set_random, self.kinds.models[MODEL], self._tensor(Key(RANDOM, "", ""))))
+        for of, value in self.kinds.objects.items():
+            if of.startswith(OF_PROCESS):
+                self._read_object(of, value)
 
     def _check_objects(self) -> None:
         saved = {*self.manifest.names, *self.manifest.optimizers, *self.manifest.objects} - {MODEL}
         given = {*self.kinds.models, *self.kinds.optimizers, *self.kinds.objects} - {MODEL}
+        given = {of for of in given if not of.startswith(OF_PROCESS)}
         if self.strict and saved != given:
             raise _Mismatch(
                 f"{self.reader.folder} has the states of {', '.join(sorted(saved)) or 'nothing'} beside the model, but "
@@ -189,6 +213,40 @@ class _Loading:
             wanted, found = type(optimizer).__qualname__, self.manifest.optimizers.get(of)
             if found is not None and found != wanted:
                 raise _Mismatch(f"{self.reader.folder} has the state of {found} as {of}, but {wanted} was given")
+
+    def _read_object(self, of: str, value: Any) -> None:
+        """The state that an object has on this rank: its own, if as many ranks have saved; else rank 0's. Generators
+        that were apart stay apart: ranks that were not there keep theirs."""
+        indexes, rank = self.reader.indexes, self.world.rank
+        own = {writer: index.values[of][""][""] for writer, index in enumerate(indexes) if _has_state(index, of)}
+        if own.keys() - {0} and len(indexes) != self.world.size:
+            apart = isinstance(value, GeneratorState)
+            now = f"ranks from {len(indexes)} on keep theirs" if apart else "all ranks have that of rank 0 now"
+            if not of.startswith(OF_PROCESS):  # of which most are not seeded
+                self.warnings.append(
+                    f"{self.reader.folder} was saved by {len(indexes)} ranks, whose states of {of} differ: {now}"
+                )
+            if apart and rank >= len(indexes):
+                return
+            own = own if apart else {}
+        writer = rank if rank in own else 0
+        if writer in own:
+            state = self._decoded(own[writer], lambda n: self._tensor(of_rank_key(of, writer, n)))
+        elif of in self.manifest.objects:
+            state = self._decoded(self.manifest.objects[of], partial(self._numbered, of))
+        else:
+            return
+        self.actions.append(partial(self._give, of, value, state))
+
+    def _give(self, of: str, value: Any, state: Any) -> None:
+        try:
+            value.load_state_dict(state)
+        except WhaleError:
+            raise
+        except Exception as error:  # whatever the objects' own methods raise
+            raise CheckpointError(
+                f"{of} refuses its state in {self.reader.folder}: {type(error).__name__}: {error}"
+            ) from error
 
     def _tensor(self, key: Key, at: Intervals | None = None) -> Tensor:
         form = self.reader.form(key)
@@ -355,6 +413,10 @@ class _Loading:
             )
         rank, first = found[0]
         return {k: self._decoded(v, lambda n: self._tensor(options_key(of, rank, n))) for k, v in first.options.items()}
+
+
+def _has_state(index: Index, of: str) -> bool:
+    return "" in index.values.get(of, {}).get("", {})
 
 
 def _steps_on_device(group: Mapping[str, Any]) -> bool:

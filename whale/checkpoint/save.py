@@ -22,7 +22,7 @@ import torch
 
 from whale.arguments import check_count, check_type, known_arguments
 from whale.checkpoint import folder as folders
-from whale.checkpoint.collect import Collected, collect, engine_of, sorted_out
+from whale.checkpoint.collect import OF_PROCESS, Collected, collect, engine_of, sorted_out
 from whale.checkpoint.format import Manifest, written_manifest
 from whale.checkpoint.writer import write_rank
 from whale.errors import CheckpointError, WhaleError
@@ -60,7 +60,8 @@ def save_checkpoint(
         keep: how many of the newest checkpoints stay.
         asynchronous: whether training goes on while files are written.
         state: objects with ``state_dict`` and ``load_state_dict``, by name: optimizers of the model, of which each rank
-            saves its parts, schedulers, loaders; and copies of the model.
+            saves its parts, schedulers, loaders; copies of the model; and generators of random numbers. Those of torch,
+            ``random`` and ``numpy.random`` themselves are saved always.
 
     Raises:
         UsageError: an object has no state, or one that files cannot hold.
@@ -87,7 +88,7 @@ def save_checkpoint(
         found = collect(kinds, copied=asynchronous)
     except Exception as error:  # whatever the objects' own methods raise
         if world.rank == 0:
-            meeting.put("folder", ["", str(error)])
+            meeting.put("folder", ["", str(error), {}])
         meeting.put(f"written/{world.rank}", ["", str(error)])
         raise
     scaler = model.loss_scaler
@@ -96,7 +97,7 @@ def save_checkpoint(
         indexes=(),  # when all ranks have written them
         names=found.names,
         optimizers=found.classes,
-        objects=found.objects,
+        objects={of: state.encoded for of, state in found.objects.items() if not of.startswith(OF_PROCESS)},
         loss_scaler=None if scaler is None else scaler.state_dict(),
         versions={"torch": torch.__version__},
     )
@@ -171,17 +172,18 @@ class _Saving(threading.Thread):
             self._wait_until_seen()
 
     def _folder(self) -> Path:
-        """The folder that rank 0 makes."""
+        """The folder that rank 0 makes; what this rank writes in it is known then."""
         rank = self.meeting.world.rank
         if rank == 0:
             try:
                 folder = folders.begin(self.directory, self.manifest.step)
             except Exception as error:  # the others wait
-                self.meeting.put("folder", ["", _said(error)])
+                self.meeting.put("folder", ["", _said(error), {}])
                 raise self._failed(0, _said(error)) from error
-            self.meeting.put("folder", [folder.name, ""])
+            self.meeting.put("folder", [folder.name, "", self.found.digests()])
+            self.found.add_objects(0, {})
             return folder
-        name, failure = self.meeting.get("folder")
+        name, failure, digests = self.meeting.get("folder")
         if failure:
             raise self._failed(0, failure)
         folder = self.directory / name
@@ -189,6 +191,7 @@ class _Saving(threading.Thread):
             failure = f"it does not see {folder}, which rank 0 has made: all hosts must share the directory"
             self.meeting.put(f"written/{rank}", ["", failure])
             raise self._failed(rank, failure)
+        self.found.add_objects(rank, digests)
         return folder
 
     def _complete(self, folder: Path) -> None:

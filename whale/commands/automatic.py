@@ -5,20 +5,22 @@ Rank 0 searches, because a time-limited search may end differently elsewhere; th
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from whale.commands.candidates import CandidateCompiler, take_scopes
 from whale.commands.searching import search_plans
 from whale.compile.compile import Options, compile_traced, offloads_told, states_of
 from whale.compile.trace import Traced
-from whale.errors import UsageError
-from whale.graph.capture import batch_rows
+from whale.errors import InputFileError, UsageError
+from whale.graph.capture import batch_leaves, batch_rows
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
@@ -70,6 +72,7 @@ def automatic_plan(
     state_align: Align,
     offload: Offload | Literal["auto"],
     loss_fn: Callable[..., Any] | None,
+    cache: Path | None = None,
 ) -> Plan:
     """The plan of rank 0 for *model*, on every rank; all of them call this.
 
@@ -86,6 +89,7 @@ def automatic_plan(
         state_align: where stretches of it end.
         offload: what is in the host's memory; ``auto``: in each stage the least that is needed.
         loss_fn: for a model that does not return its loss.
+        cache: the folder of plans that were found before, for the same search.
 
     Raises:
         InfeasibleError: no plan fits, on rank 0.
@@ -96,6 +100,11 @@ def automatic_plan(
     def made() -> str:
         name = type(model).__name__
         trial = CandidateCompiler(model, batch, name=name, options=options, training=model.training, loss_fn=loss_fn)
+        asked = (scopes, options, micro_batches, schedule, recompute, zero, state_align, offload, trial.precision)
+        form = [(name, tuple(x.shape), x.dtype) for name, x in batch_leaves(batch).items() if isinstance(x, Tensor)]
+        place = _place(cache, cluster, trial.identity.hash, repr((form, asked)))
+        if (found := _found(place, world)) is not None:
+            return found.dumps()
         inputs = search_inputs(
             trial, batch, cluster, scopes=scopes, loss_fn=loss_fn, rules=recompute not in ("auto", "none")
         )
@@ -110,12 +119,42 @@ def automatic_plan(
             offload=offload,
             fixed=inputs.fixed,
         )
-        found = search_plans(
+        best = search_plans(
             inputs.profile, cluster, batch=inputs.rows, settings=settings, trial=trial, with_rules=trial.with_rules
-        )
-        return found.best.plan.dumps()
+        ).best.plan
+        if place is not None:
+            _keep(place, best, world)
+        return best.dumps()
 
     return Plan.parse(from_first(world, "plan", made, patience_seconds=PATIENCE_SECONDS), source="plan='auto'")
+
+
+def _place(cache: Path | None, cluster: Cluster, *asked: str) -> Path | None:
+    """The file for the plan of a search: of a model and options for devices, whatever the names of their hosts are."""
+    if cache is None:
+        return None
+    nodes = [(node.ranks, node.intra, node.inter, node.host_memory) for node in cluster.nodes]
+    text = repr((nodes, [device.type for device in cluster.devices], asked))
+    return cache / f"plan-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _found(place: Path | None, world: World) -> Plan | None:
+    """A plan that was found before."""
+    if place is None or not place.is_file():
+        return None
+    try:
+        return Plan.load(place)
+    except (InputFileError, OSError) as error:
+        world.warn(f"a plan that was kept cannot be read, and another one is searched for: {error}")
+        return None
+
+
+def _keep(place: Path, plan: Plan, world: World) -> None:
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        plan.save(place)
+    except OSError as error:
+        world.warn(f"the plan that was found cannot be kept in {place}: {error.strerror}")
 
 
 def with_least_memory(

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
+from whale.checkpoint.folder import release
+from whale.checkpoint.load import load_checkpoint, load_random_numbers
+from whale.checkpoint.save import save_checkpoint
 from whale.errors import UsageError
 from whale.runtime.module import ParallelModule
 
@@ -49,7 +50,8 @@ _LAUNCH = (
 
 _saves = count()
 
-_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+_STATE = "whale"
+"""The folder of a Trainer's checkpoint that has one of Whale: the optimizer, the schedule and random numbers, too."""
 
 _REFUSED = {
     "fp16": 'write parallelize(..., precision="fp16")',
@@ -177,21 +179,14 @@ class Trainer(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = get_optimizer_state_dict(self.model, self._plain_optimizer, options=_BY_NAME)
-        dcp.save({"optimizer": state}, checkpoint_id=Path(output_dir, "optimizer"), no_dist=self.model.world_size == 1)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
-        self._wait_for_rank_0()
+        folder = Path(output_dir, _STATE)
+        state = {"optimizer": self._plain_optimizer, "scheduler": self.lr_scheduler}
+        save_checkpoint(folder, self.model, step=self.state.global_step, keep=1, asynchronous=False, **state)
+        release(folder.absolute())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not Path(checkpoint, "optimizer").is_dir():
-            return
-        state = {"optimizer": get_optimizer_state_dict(self.model, self._plain_optimizer, options=_BY_NAME)}
-        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # parameters without gradients have no state
-        alone = self.model.world_size == 1
-        dcp.load(state, checkpoint_id=Path(checkpoint, "optimizer"), planner=planner, no_dist=alone)
-        set_optimizer_state_dict(self.model, self._plain_optimizer, state["optimizer"], options=_BY_NAME)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
+        if checkpoint is not None and (folder := Path(checkpoint, _STATE)).is_dir():
+            load_checkpoint(folder, self.model, optimizer=self._plain_optimizer, scheduler=self.lr_scheduler)
 
     @property
     def _plain_optimizer(self) -> torch.optim.Optimizer:
@@ -207,15 +202,11 @@ class Trainer(transformers.Trainer):
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save:
-            super()._save_rng_state(output_dir)
-            torch.save(self.model.get_rng_state(), Path(output_dir, "whale_rng_state.pt"))
-        self._wait_for_rank_0()
+        pass  # it is with the optimizer
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None and (saved := Path(checkpoint, "whale_rng_state.pt")).is_file():
-            self.model.set_rng_state(torch.load(saved, weights_only=True))
+        if checkpoint is not None and (folder := Path(checkpoint, _STATE)).is_dir():
+            load_random_numbers(folder, self.model)  # once more: loaders have drawn meanwhile
 
     def _wait_for_rank_0(self) -> None:
         """Let no rank go on before rank 0 has written: it would wait for it in a step, which has a shorter limit."""

@@ -148,12 +148,12 @@ def initialize(
             `STEP_SECONDS` later.
         expected_world_size: how many processes the plan is for.
         device_type: ``cpu`` or ``cuda``; by default cuda where there is one.
-        seating: the rank of each process by where they are, for processes whose ranks nothing has decided but the
-            launcher.
+        seating: the rank of each process by where they are. Where the script's process group has decided the ranks,
+            they must be these.
 
     Raises:
-        PlanMismatchError: there is another number of processes than the plan is for, or *seating* finds no process
-            for a rank.
+        PlanMismatchError: there is another number of processes than the plan is for, *seating* finds no process
+            for a rank, or the script has decided otherwise.
         UsageError: see `describe`; two ranks have one device.
         WorkerError: a rank did not start within the timeout; names all that did not.
     """
@@ -179,8 +179,8 @@ def initialize(
         _joined[:] = [session(store, rank, size, left, timeout_seconds)]
     prefix = f"whale/session/{_joined[0] if _joined else _attempt()}"
     shared = dist.PrefixStore(prefix, store)
-    if seating is not None and not joined:
-        rank = _seat(shared, rank, size, device, seating, timeout)
+    if seating is not None:
+        rank = _seat(shared, rank, size, device, seating, timeout, is_fixed=joined)
     failures = Failures(rank, shared, timeout_seconds)
     supervisor = None
     if device.type == "cuda":
@@ -268,12 +268,32 @@ def _bind(device: torch.device) -> None:
         group._get_backend(device).eager_connect_single_device(device)
 
 
-def _seat(store: dist.Store, rank: int, size: int, device: torch.device, seating: Seating, timeout: timedelta) -> int:
-    """The rank that this process takes."""
-    store.set(f"seats/{rank}", json.dumps(asdict(location_of(rank, device))))
-    keys = [f"seats/{other}" for other in range(size)]
+def _seat(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    seating: Seating,
+    timeout: timedelta,
+    *,
+    is_fixed: bool,
+) -> int:
+    """The rank that this process takes; one that is fixed must be it, for all processes."""
+    turn = store.add(f"seats/{rank}", 1)  # what was said for another model is none of this one's
+    store.set(f"seats/{turn}/{rank}", json.dumps(asdict(location_of(rank, device))))
+    keys = [f"seats/{turn}/{other}" for other in range(size)]
     store.wait(keys, timeout)
-    return seating([RankLocation(**json.loads(store.get(key))) for key in keys])[rank]
+    places = [RankLocation(**json.loads(store.get(key))) for key in keys]
+    taken = seating(places)
+    if is_fixed and (others := [process for process, seat in enumerate(taken) if process != seat]):
+        first = places[others[0]]
+        raise PlanMismatchError(
+            f"rank {others[0]} of the process group that the script has made has a "
+            f"{first.stands_for or first.device_type} on {first.node}, which is rank {taken[others[0]]} of the plan or "
+            "cluster file: leave init_process_group to parallelize, which seats processes by their devices, or give "
+            f"processes the ranks {list(taken)}"
+        )
+    return taken[rank]
 
 
 def _check_devices_apart(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:

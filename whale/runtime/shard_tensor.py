@@ -61,6 +61,8 @@ class ShardTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):  # asynchronous checkpoints
+            func, args = aten.empty_like.default, args[:1]
         flat, spec = pytree.tree_flatten((args, dict(kwargs or {})))
         parts = [x for x in flat if isinstance(x, ShardTensor)]
         alike = all((x.shape, x.intervals) == (parts[0].shape, parts[0].intervals) for x in parts)
