@@ -83,7 +83,7 @@ class _Compiled:
         self.current: list[fx.Node] = []
         self.inside: set[fx.Node] = set()
         self.layer: str | None = None
-        self.after: list[fx.Node] = []  # gradients that are handed over when the run is done
+        self.after: list[fx.Node] = []  # gradients that are handed over when the run is done, which reads parameters
         self.count = 0
 
     def run(self) -> LocalCode:
@@ -98,7 +98,7 @@ class _Compiled:
                 self.layer = layer
                 self.current.append(node)
                 self.inside.add(node)
-            elif node.op == "call_method" and any(used in self.inside for used in node.all_input_nodes):
+            elif node.op == "call_method" and node.target == "add" and self.current:
                 self.after.append(node)
             else:
                 if any(used in self.inside for used in node.all_input_nodes):

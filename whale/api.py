@@ -78,6 +78,7 @@ def parallelize(
     state_shares: Sequence[float] | Literal["auto"] | None = None,
     state_align: Align | None = None,
     offload: str | Sequence[str] | None = None,
+    step_in_backward: bool | None = None,
     compile: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
@@ -151,6 +152,12 @@ def parallelize(
             Without zero it is 1. The model may be on the CPU then, whatever the device is. ``auto``: in each stage the
             least with which its devices hold it, after zero and recompute; ``plan="auto"`` then may use it where
             nothing fits without.
+        step_in_backward: let ``train_step`` update the parameters of each bucket of gradients when these are summed,
+            and free them: no rank then has all gradients of a step with one micro-batch. The script's optimizer,
+            made after parallelize, and its loop stay as they are, and so do the bits; ``optimizer.step()`` ends the
+            step. What needs all gradients at once is refused: clipping, accumulation over several calls, ``fp16``,
+            optimizers that compute with several parameters, and reading gradients after the step. By default the plan
+            says it.
         compile: compile the operators between collectives with Inductor, as ``torch.compile`` does; equal layers once.
             It takes up to minutes before the first step, and again for batches of another signature (not for lengths
             for which steps are made of others). Results then equal the local model's up to rounding.
@@ -180,6 +187,7 @@ def parallelize(
         _check_precision(precision)
     if gradient_dtype is not None:
         check_choice("gradient_dtype", gradient_dtype, get_args(GradientDtype))
+    check_type("step_in_backward", step_in_backward, (bool, type(None)), "True or False")
     check_type("seed", seed, (int, type(None)), "a whole number")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
@@ -204,6 +212,7 @@ def parallelize(
             schedule=schedule,
             precision=precision,
             gradient_dtype=gradient_dtype,
+            step_in_backward=step_in_backward,
             recompute=recompute,
             zero=None if zero == "auto" else zero,
             state_shares=state_shares,
@@ -219,6 +228,7 @@ def parallelize(
         promote=promote_casts,
         compile=compile,
         gradient_dtype=gradient_dtype or (plan.gradient_dtype if plan else None),
+        step_in_backward=bool(plan.step_in_backward if plan and step_in_backward is None else step_in_backward),
         recompute="none" if recompute is None or recompute == "auto" else recompute,
         local_rows=batch != "global",
         state=None if automatic else _state(zero, state_shares, state_align, hosted),
@@ -226,6 +236,11 @@ def parallelize(
     )
     launch = describe(device)
     options = replace(options, precision=_precision(precision or (plan.precision if plan else None), launch.device))
+    if options.step_in_backward and options.precision == "fp16":
+        raise UsageError(
+            "step_in_backward=True updates parameters before all gradients are known, but with precision='fp16' a step "
+            "is skipped if any of them is not finite: use bf16, or leave step_in_backward out"
+        )
     if plan is not None:
         plan.check_world(launch.size)
     world: World | None = None
@@ -519,6 +534,8 @@ def verify(
     plan = options.get("plan")
     if isinstance(plan, (str, PathLike)) and plan != "auto":
         plan = options["plan"] = Plan.load(plan)
+    if isinstance(plan, Plan) and plan.step_in_backward:  # gradients are compared, not updates
+        plan = options["plan"] = plan.model_copy(update={"step_in_backward": None})
     precision = options.get("precision") or (plan.precision if isinstance(plan, Plan) else None)
     summed = options.get("gradient_dtype") or (plan.gradient_dtype if isinstance(plan, Plan) else None)
     dtype = LOW_PRECISIONS.get(precision or "")

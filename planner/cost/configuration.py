@@ -46,6 +46,7 @@ class Configuration:
             fused, as in every stack that has both.
         precision: as `whale.planner.cost.precision` knows it.
         gradient_dtype: in which Whale sums gradients over ranks; None: in their own number type.
+        step_in_backward: whether Whale updates parameters, and frees gradients, when these are summed.
         attention: one fused kernel, spelt out, or by precision and device.
         stack: whose kernels and communication, as `whale.planner.cost.stack` knows it; None: FSDP's where several
             devices share gradients or weights, else Megatron's, as published runs have them.
@@ -71,6 +72,7 @@ class Configuration:
     sequence_parallel: bool | None = False
     precision: str = "bf16"
     gradient_dtype: str | None = None
+    step_in_backward: bool = False
     attention: Attention = "auto"
     stack: Literal["whale", "fsdp", "megatron"] | None = None
     layers_per_stage: tuple[int, ...] | None = None

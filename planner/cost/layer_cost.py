@@ -66,6 +66,7 @@ class LayerCosts:
         stack: that runs it.
         optimizer: of Whale's stack; others have a fused Adam.
         summed_bytes: per element of a gradient in a sum over ranks of Whale's stack; None: as the gradient has them.
+        step_in_backward: whether parameters are updated, and gradients freed, when these are summed.
         memo: what is known already.
     """
 
@@ -74,6 +75,7 @@ class LayerCosts:
     stack: Stack = WHALE
     optimizer: Optimizer = "adamw"
     summed_bytes: int | None = None
+    step_in_backward: bool = False
     memo: LayerMemo = field(default_factory=LayerMemo)
 
     @property
@@ -353,6 +355,10 @@ class LayerCosts:
                 on_host=bool(zero) and self.stack.state_on_host,
             )
         return state_bytes(parameters, precision=self.precision, zero=zero, shards=shards)
+
+    def lasting(self, state: StateBytes, micro_batches: int) -> float:
+        """Bytes of a state that are there all through a step: gradients are not, if each is freed in its backward."""
+        return state.total - (state.gradients if self.step_in_backward and micro_batches == 1 else 0.0)
 
     @cached_property
     def states(self) -> float:

@@ -31,6 +31,7 @@ from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.hosts import Held, adding_on_host, link_to_host, node_memories, stepping_on_host, with_copies
 from whale.planner.cost.memory import SUMMED_BYTES, StateBytes, message_bytes, sharded_bytes
 from whale.planner.cost.messages import Exchange, Sent, exchange, in_common
+from whale.planner.cost.optimizers import costs_of
 from whale.planner.cost.overlap import Beside, largest_lead, overlap
 from whale.planner.cost.replicas import between_replicas, with_meetings
 from whale.planner.cost.sharded import ShardedUnit, arrival_seconds, scattered_by, sharded_seconds
@@ -550,6 +551,9 @@ class PlanCost:
                 device = prices.cluster.devices[kind.rank]
                 if stage.level:
                     stepping = 0 if stage.state_on_host else round(stepping_whole * _owned(prices, stage, kind))
+                if prices.step_in_backward:  # of a bucket at a time
+                    unit = prices.full_bucket(stage.data_group, layers, *degrees, divided=stage.level > 0)
+                    stepping = min(stepping, round(unit))
                 kept = self._kept(own, place) + round(sum(self._messages(index, kind) for index in own))
                 working = max(self.costs[index][place].working for index in own)
                 working = round(max(working, stepping - kept, self._summing_tied(layers, stage, kind, kept)))
@@ -559,6 +563,9 @@ class PlanCost:
                 elif prices.summed_bytes is not None and shards > 1:  # two buckets are there as they are exchanged, too
                     held = min(state.gradients, 2 * prices.largest_bucket(stage.data_group, layers, *degrees))
                     sharded = held * prices.summed_bytes / prices.precision.element_bytes
+                if prices.step_in_backward and self.micro_batches == 1 and not stage.level:
+                    held = min(whole.gradients, 3 * unit) + self._stepping(layers, degrees, unit)
+                    state = replace(state, gradients=_passing(whole.gradients, unit, held, kept))
                 wasted = round((kept + working + sharded + renewed) * prices.wasted)
                 yield DeviceMemory(
                     rank=kind.rank,
@@ -634,8 +641,10 @@ class PlanCost:
         gradients, summing = whole.gradients, max(0.0, received - kept_one / 2)
         if done.each:
             gradients, summing = once, summed
-        elif self.micro_batches == 1 and stage.state_on_host:  # most are there once three buckets have filled
-            gradients, summing = 0.0, max(0.0, summed - kept * min(1.0, 3 * unit / max(1.0, trained)))
+        elif self.micro_batches == 1 and (stage.state_on_host or prices.step_in_backward):
+            if not stage.state_on_host:
+                summed += self._stepping(layers, (stage.tensor, stage.expert), share * unit)
+            gradients, summing = 0.0, _passing(trained, unit, summed, kept)
         elif self.micro_batches == 1:
             needed = max(0.0, once + summed - kept - working)
             gradients, summing = min(once, needed), max(0.0, needed - once)
@@ -648,6 +657,14 @@ class PlanCost:
             optimizer=whole.optimizer * held,
         )
         return state, summing + (min(read, 2 * unit * read / max(1.0, trained)) if done.tasks else 0.0)
+
+    def _stepping(self, layers: Sequence[int], degrees: tuple[int, int], unit: float) -> float:
+        """Temporary bytes of an optimizer's step for a bucket of *unit* bytes."""
+        prices = self.prices
+        costs, size = costs_of(prices.optimizer), prices.precision.element_bytes
+        if not any(type_.is_processor for type_ in prices.num_of_types) and costs.in_lists:
+            return costs.in_lists * unit
+        return costs.one_by_one * min(unit, size * prices.largest_parameter(layers, *degrees))
 
     def fitting_shares(self) -> list[tuple[float, ...]]:
         """Shares of each stage's state, of its replicas, that fit best where equal ones do not; () are equal ones, or
@@ -738,6 +755,13 @@ def _owned(prices: CostModel, stage: ChainStage, kind: _Kind) -> float:
         return 1.0
     dense, experts = prices.parameters(stage.layers, stage.tensor, stage.expert)
     return kind.share * (dense / stage.expert + experts) / max(1.0, dense + experts)
+
+
+def _passing(gradients: float, unit: float, held: float, kept: float) -> float:
+    """Bytes that gradients which leave a device bucket by bucket have beside the *kept* activations of a backward. The
+    memory of a bucket of *unit* bytes is there from its first gradient on; most of what is *held* is, once two of them
+    are on their way, when the activations of these are freed."""
+    return max(min(gradients, unit), held - kept * min(1.0, 2 * unit / max(1.0, gradients)))
 
 
 def _own_bytes(prices: CostModel, stage: ChainStage, kind: _Kind) -> float:

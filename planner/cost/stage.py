@@ -188,9 +188,11 @@ class CostModel(LayerCosts):
         optimizer: Optimizer = "adamw",
         batch: int = 0,
         gradient_dtype: str | None = None,
+        step_in_backward: bool = False,
         known: Memo | None = None,
     ) -> CostModel:
-        """Return the prices, with what is *known*. Ranks sum gradients in *gradient_dtype*, by default in their own.
+        """Return the prices, with what is *known*. Ranks sum gradients in *gradient_dtype*, by default in their own,
+        and step the optimizer in the backward if *step_in_backward*.
 
         Raises:
             UsageError: a device does not have the precision, or the profile is of another.
@@ -209,6 +211,7 @@ class CostModel(LayerCosts):
             optimizer=optimizer,
             batch=batch,
             summed_bytes=summed,
+            step_in_backward=step_in_backward,
             memo=memo,
         )
 
@@ -564,6 +567,26 @@ class CostModel(LayerCosts):
             sizes = [size * one for one in variant.sizes] or [max(capacity, size * variant.largest)]
             largest = max(largest, largest_packed(sizes, capacity))
         return largest
+
+    def full_bucket(
+        self, ranks: Sequence[int], layers: Sequence[int], degree: int, expert: int = 1, *, divided: bool = False
+    ) -> float:
+        """Bytes of the largest bucket over *ranks* of parameters of *layers*, where one may have those of several; a
+        rank alone has one for each parameter."""
+        largest = self.precision.element_bytes * self.largest_parameter(layers, degree, expert)
+        if len(ranks) == 1 and not divided:
+            return largest
+        whole = self.precision.element_bytes * sum(self.parameters(layers, degree, expert))
+        return min(whole, max(largest, self._capacity(ranks, divided=divided)))
+
+    def largest_parameter(self, layers: Iterable[int], degree: int, expert: int = 1) -> float:
+        """Elements of the largest parameter of *layers*, or of the largest layer if its parameters are not known."""
+        found = 0.0
+        for kind in {self.profile.layers[index] for index in layers}:
+            given = self.profile.kinds[kind]
+            variant = variant_of(given, degree, expert) if given.variants else LayerVariant(tensor_degree=degree)
+            found = max(found, *variant.sizes, variant.largest or sum(self.parameters_of(kind, degree, expert)))
+        return found
 
     def _capacity(self, ranks: Sequence[int], *, divided: bool = False) -> int:
         """Bytes of a full bucket over some ranks."""

@@ -59,6 +59,7 @@ class Stages:
             stack=stack or stack_of(given, layout.data),
             batch=given.batch,
             gradient_dtype=given.gradient_dtype,
+            step_in_backward=given.step_in_backward,
             known=known,
         )
         level = 0 if given.offload == "none" else given.level

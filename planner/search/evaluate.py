@@ -29,6 +29,7 @@ def evaluate(
     stack: Stack = WHALE,
     optimizer: Optimizer = "adamw",
     gradient_dtype: str | None = None,
+    step_in_backward: bool = False,
     known: Memo | None = None,
 ) -> Candidate:
     """Score a plan, whether it fits in memory or not.
@@ -46,6 +47,7 @@ def evaluate(
         optimizer=optimizer,
         batch=micro_batches * sum(stages[0].rows) if stages else 0,
         gradient_dtype=gradient_dtype,
+        step_in_backward=step_in_backward,
         known=known,
     )
     return score(prices, stages, micro_batches=micro_batches, schedule=schedule)

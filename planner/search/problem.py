@@ -211,6 +211,7 @@ class SearchSettings:
         zero: how much of their state replicas divide in all stages; ``auto``: nothing where a plan fits so, else in
             each stage the least with which it does.
         gradient_dtype: in which gradients are summed; None: in their own.
+        step_in_backward: whether parameters are updated, and gradients freed, when these are summed.
         state_align: where stretches of it end, as `whale.ir.state.StateSharding` has it. They are equal; between
             devices of several types, if these do not fit so, by what their memory leaves.
         offload: what is in the memory of hosts, in all stages; ``auto``: nothing where a plan fits so, else in each
@@ -231,6 +232,7 @@ class SearchSettings:
     zero: Literal[0, 1, 2, 3, "auto"] = 0
     state_align: Align = "row"
     gradient_dtype: str | None = None
+    step_in_backward: bool = False
     offload: Offload | Literal["auto"] = "none"
     thorough: bool = False
 

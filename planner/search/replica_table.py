@@ -60,8 +60,9 @@ class ReplicaTable(MeshSpace):
         """Whether a replica does not hold the parts [first, last) with given rows of a micro-batch: its `fullness`,
         without its costs of all other parts."""
         first, last = part
-        _, _, fixed, step = self._parameters_of(group.tensor, group.expert, shards)
-        state = float(fixed[last] - fixed[first]) - counted_again(self._tied_state(group.tensor, shards), first, last)
+        _, _, fixed, step = self._parameters_of(group.tensor, group.expert, shards, micro_batches)
+        tied = self._tied_state(group.tensor, shards, micro_batches)
+        state = float(fixed[last] - fixed[first]) - counted_again(tied, first, last)
         stepping = float(step[last] - step[first])
         room = self._room_of(group)
         nums = self._nums_in(part)
@@ -114,9 +115,9 @@ class ReplicaTable(MeshSpace):
                 alone=sent[1],
                 near_latency=sent[2],
                 near_alone=sent[3],
-                fixed=self._parameters_of(group.tensor, group.expert, shards)[2],
-                tied=self._tied_state(group.tensor, shards),
-                step=self._parameters_of(group.tensor, group.expert, shards)[3],
+                fixed=self._parameters_of(group.tensor, group.expert, shards, micro_batches)[2],
+                tied=self._tied_state(group.tensor, shards, micro_batches),
+                step=self._parameters_of(group.tensor, group.expert, shards, micro_batches)[3],
                 kept=kept,
                 handed=self._handed(rows / group.expert),
                 working=np.maximum.reduceat(table[WORKING][self._layers], starts),
@@ -271,7 +272,7 @@ class ReplicaTable(MeshSpace):
                 by_rows = [prices.waste * amount for pair in amounts for amount in pair]
                 own, frozen = prices.parameters_of(kind, tensor, expert), prices.frozen_of(kind, tensor, expert)
                 shards = self._most_shards(pool, tensor)
-                state = prices.state(sum(own), frozen, shards=shards, zero=prices.stack.zero).total
+                state = prices.lasting(prices.state(sum(own), frozen, shards=shards, zero=prices.stack.zero), 1)
                 found.append((state, *by_rows, num))
             self._needs[key] = np.array(found).T
         return self._needs[key]
@@ -354,11 +355,13 @@ class ReplicaTable(MeshSpace):
         link = self.prices.cluster.node_of(rank).inter
         return inf if link is None else link.bandwidth
 
-    def _parameters_of(self, tensor: int, expert: int, shards: float = 1.0) -> tuple[Array, Array, Array, Array]:
+    def _parameters_of(
+        self, tensor: int, expert: int, shards: float = 1.0, micro_batches: int = 1
+    ) -> tuple[Array, Array, Array, Array]:
         """Sums up to each part of a device's elements of parameters, dense ones and those of experts, tied ones where
         they are read first; of its bytes of states, and of what its optimizer takes besides while it steps, of which it
         has one of *shards* parts, of dense ones of as many more as there are in an expert group."""
-        key = (tensor, expert, shards)
+        key = (tensor, expert, shards, self.prices.step_in_backward and micro_batches == 1)
         if key not in self._parameters:
             prices, kinds, zero = self.prices, range(len(self.prices.profile.kinds)), self.prices.stack.zero
             dense, experts = zip(*(prices.parameters_of(kind, tensor, expert) for kind in kinds), strict=True)
@@ -366,8 +369,9 @@ class ReplicaTable(MeshSpace):
             states = []
             for kind in kinds:
                 frozen = prices.frozen_of(kind, tensor, expert)
-                state = prices.state(dense[kind], frozen, shards=shards * expert, zero=zero).total
-                states.append(state + prices.state(experts[kind], shards=shards, zero=zero).total)
+                state = prices.state(dense[kind], frozen, shards=shards * expert, zero=zero)
+                state += prices.state(experts[kind], shards=shards, zero=zero)
+                states.append(prices.lasting(state, micro_batches))
             steps = [prices.waste * prices.step_bytes(number) / (shards if zero else 1) for number in elements]
             found = np.array([dense, experts, states, steps]) @ self._counts
             for parts, shared in self.tied:  # its gradient is one, ready with the first of its readers
@@ -375,10 +379,11 @@ class ReplicaTable(MeshSpace):
             self._parameters[key] = found[0], found[1], found[2], found[3]
         return self._parameters[key]
 
-    def _tied_state(self, tensor: int, shards: float = 1.0) -> Tied:
+    def _tied_state(self, tensor: int, shards: float = 1.0, micro_batches: int = 1) -> Tied:
         """Bytes of the states of each tied parameter, with its parts."""
         zero = self.prices.stack.zero
-        each = (self.prices.state(shared / tensor, shards=shards, zero=zero).total for _, shared in self.tied)
+        states = (self.prices.state(shared / tensor, shards=shards, zero=zero) for _, shared in self.tied)
+        each = (self.prices.lasting(state, micro_batches) for state in states)
         return tuple(zip((parts for parts, _ in self.tied), each, strict=True))
 
     @cached_property

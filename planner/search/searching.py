@@ -103,6 +103,7 @@ def search(
         optimizer=settings.optimizer,
         batch=batch,
         gradient_dtype=settings.gradient_dtype,
+        step_in_backward=settings.step_in_backward,
         known=known,
     )
     if not prices.tensor_degrees:

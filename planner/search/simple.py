@@ -57,6 +57,7 @@ def simple_plans(
         optimizer=settings.optimizer,
         batch=batch,
         gradient_dtype=settings.gradient_dtype,
+        step_in_backward=settings.step_in_backward,
         known=known,
     ).under(*settings.way)
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)

@@ -52,7 +52,8 @@ def counted(world: World, layout: Any, options: dict[str, Any], optimizer: Optim
     del model
     if options.get("offload") == "state":
         others |= {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    update = torch.optim.AdamW(module.parameters()).step if optimizer == "adamw" else lambda: None
+    made = torch.optim.AdamW(module.parameters())
+    update = made.step if optimizer == "adamw" else lambda: None
 
     def step() -> None:
         module.train_step(**batch)
@@ -136,6 +137,22 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
         {"zero": 1, "micro_batches": 2, "precision": "bf16"},
         "adamw",
     ),
+    "steps in the backward": ({"": replicate()}, {"step_in_backward": True}, "adamw"),
+    "steps in the backward, optimizer states in stretches": (
+        {"": replicate()},
+        {"step_in_backward": True, "zero": 1, "recompute": "full"},
+        "adamw",
+    ),
+    "steps in the backward, parameters in stretches": (
+        {"": replicate()},
+        {"step_in_backward": True, "zero": 3, "recompute": "full", "micro_batches": 2},
+        "adamw",
+    ),
+    "steps in the backward of a pipeline": (
+        STAGES,
+        {"step_in_backward": True, "micro_batches": 2, "schedule": "zero_bubble"},
+        "adamw",
+    ),
     "state on the host": ({"": replicate()}, {"zero": 1, "offload": "state"}, "sgd"),
     "state on the host, without other replicas": (STAGES, {"zero": 1, "micro_batches": 4, "offload": "state"}, "sgd"),
     "parameters on the host, for a task": (STAGES, {"zero": 3, "micro_batches": 4, "offload": "state"}, "sgd"),
@@ -173,6 +190,7 @@ def test_predicted_bytes_are_the_counted_ones(
         recompute=options.get("recompute", "none"),
         precision=options.get("precision"),
         gradient_dtype=options.get("gradient_dtype"),
+        step_in_backward=options.get("step_in_backward", False),
         state=StateSharding(zero, tuple(options.get("state_shares", ()))) if (zero := options.get("zero")) else None,
         offload=options.get("offload", "none"),
     )

@@ -27,7 +27,7 @@ from whale.planner.cost.estimate import estimate
 from whale.planner.explain import savings
 from whale.planner.search import SearchSettings, StageChoice, evaluate
 from whale.predict.costs import Costs
-from whale.predict.peak_memory import _program, _Trial, brief_peak_memory
+from whale.predict.peak_memory import _program, _Trial, brief_peak_memory, peak_memory
 from whale.predict.prediction import Predicted, predict
 from whale.predict.traffic import bucket_bytes, traffic
 from whale.strategies.profile import profile_model
@@ -209,6 +209,32 @@ def test_the_cost_model_agrees_with_compiled_plans(
         assert 0.985 <= device.total / held[device.rank] <= 1.25  # buckets are large beside such layers
 
 
+@pytest.mark.parametrize("state", [None, StateSharding(1), StateSharding(3)], ids=str)
+@pytest.mark.parametrize("rule", ["none", "full"])
+def test_the_cost_model_knows_steps_in_the_backward(
+    wide: ModelProfile, state: StateSharding | None, rule: Recompute
+) -> None:
+    annotations, stages = staged(wide, "dp", state, 16, rule)
+    model = decoder(**WIDE).float()
+    whale.annotate(model, annotations)
+    options = Options(state=state, recompute=rule, step_in_backward=True)
+    compilation = compile_model(model.to("meta"), tokens(16, 16), machines(2), options, device="cpu", training=True)
+    real = peak_memory(compilation, 0, schedule="1f1b").total
+    said = evaluate(wide, machines(2), stages, micro_batches=1, step_in_backward=True).prediction.memory[0]
+    assert real <= said.total <= 1.06 * real
+    assert brief_peak_memory(compilation, 0, schedule="1f1b").total == pytest.approx(real, rel=0.01)
+
+
+def test_steps_in_the_backward_take_a_gradient_less() -> None:
+    found = []
+    for updates in (False, True):
+        model, options = decoder(**WIDE).float().to("meta"), Options(recompute="full", step_in_backward=updates)
+        compilation = compile_model(model, tokens(16, 16), machines(1), options, device="cpu", training=True)
+        found.append(peak_memory(compilation, 0, schedule="1f1b").total)
+    gradients = 4 * sum(p.numel() for p in decoder(**WIDE).parameters())
+    assert found[0] - found[1] > 0.75 * gradients  # of what the last layer computes some is there
+
+
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_an_estimate_of_degrees_is_that_of_the_plan_that_they_name(wide: ModelProfile, zero: int) -> None:
     given = Configuration(batch=16, micro_batch=2, pipeline=2, data=2, zero=zero, precision="fp32", stack="whale")
@@ -236,7 +262,8 @@ def test_an_estimate_of_degrees_is_that_of_the_plan_that_they_name(wide: ModelPr
 
 def searched(cluster: Cluster, **given: Any) -> Searched:
     model, batch = decoder(layers=12, heads=4, width=512).float().to("meta"), tokens(16, 8)
-    trial = CandidateCompiler(model, batch, name="wide")
+    options = Options(step_in_backward=given.get("step_in_backward", False))
+    trial = CandidateCompiler(model, batch, name="wide", options=options)
     profile = profile_model(model, batch, tensor_degrees=(1, 2), captured=trial.captured)
     settings = SearchSettings(time_limit=60.0, max_stages=1, micro_batches=1, top=2, **given)
     return search_plans(profile, cluster, batch=16, settings=settings, trial=trial, with_rules=trial.with_rules)
@@ -257,6 +284,18 @@ def test_a_search_divides_only_what_memory_needs() -> None:
     assert Plan.parse(tight.best.plan.dumps()) == tight.best.plan
     with pytest.raises(InfeasibleError, match="would fit with .*zero 1"):
         searched(machines(4, card=card(160)), zero=0)
+
+
+def test_a_search_counts_on_steps_in_the_backward() -> None:
+    tight = machines(2, card=card(180))
+    given: dict[str, Any] = {"zero": 0, "recompute": "none"}
+    with pytest.raises(InfeasibleError):
+        searched(tight, **given)
+    found = searched(tight, **given, step_in_backward=True).best
+    assert found.compiled
+    assert found.prediction.fits
+    assert found.plan.step_in_backward
+    assert Plan.parse(found.plan.dumps()) == found.plan
 
 
 def test_a_device_with_more_memory_holds_more_of_the_state() -> None:

@@ -20,6 +20,7 @@ from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import (
     AT_LEAST_1,
     GRADIENT_DTYPE_HELP,
+    STEP_IN_BACKWARD_HELP,
     Numbers,
     note,
     offload_option,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 )
 @click.option("--precision", default="bf16", metavar="NAME", help="fp32, tf32, fp16, bf16, fp8 or fp64 [bf16].")
 @click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
+@click.option("--step-in-backward", is_flag=True, help=STEP_IN_BACKWARD_HELP)
 @click.option("--attention", type=click.Choice(["auto", "fused", "unfused"]), default="auto", help="[auto]")
 @click.option(
     "--stack",
@@ -112,6 +114,8 @@ def estimate(
         raise UsageError("--state-shares: stacks other than Whale's divide state equally; leave it out")
     if configuration.gradient_dtype is not None and (beyond or configuration.stack not in (None, "whale")):
         raise UsageError("--gradient-dtype: other stacks sum gradients in a number type of their own; leave it out")
+    if configuration.step_in_backward and (beyond or configuration.stack not in (None, "whale")):
+        raise UsageError("--step-in-backward: it is predicted as Whale runs it, not as other stacks do; leave it out")
     if offload != "none" and (beyond or configuration.stack not in (None, "whale")):
         raise UsageError("--offload: it is priced as Whale runs it, not as other stacks do; leave it out")
     if not beyond and configuration.stack is None:

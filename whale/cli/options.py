@@ -21,6 +21,8 @@ PRECISION_HELP = "bf16, fp16: of parallelize(precision=); fp32, tf32, fp64, bflo
 
 GRADIENT_DTYPE_HELP = "Number type of sums of gradients, as of parallelize(gradient_dtype=) [the gradients']."
 
+STEP_IN_BACKWARD_HELP = "Update parameters in the backward, as of parallelize(step_in_backward=True)."
+
 AT_LEAST_1 = click.IntRange(1, MOST)
 
 

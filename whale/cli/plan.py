@@ -23,6 +23,7 @@ from whale.cli.options import (
     AT_LEAST_1,
     GRADIENT_DTYPE_HELP,
     PRECISION_HELP,
+    STEP_IN_BACKWARD_HELP,
     note,
     offload_option,
     sharding_of,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 @click.option("--replicas", type=AT_LEAST_1, metavar="R", help="With --stages: data-parallel pipelines.")
 @click.option("--precision", metavar="NAME", help=PRECISION_HELP)
 @click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
+@click.option("--step-in-backward", is_flag=True, help=STEP_IN_BACKWARD_HELP)
 @click.option(
     "--recompute",
     type=click.Choice((*RECOMPUTES, "auto")),
@@ -81,6 +83,7 @@ def plan(
     replicas: int | None,
     precision: str | None,
     gradient_dtype: str | None,
+    step_in_backward: bool,
     recompute: Recompute | Literal["auto"] | None,
     zero: int | Literal["auto"] | None,
     state_shares: tuple[float, ...] | Literal["auto"] | None,
@@ -124,7 +127,7 @@ def plan(
                 raise UsageError(f"{option} is for --model")
         state = _of_level(zero, state_shares, state_align, offload)
         size = (batch_size, micro_batches, schedule, stages or 1, replicas)
-        choice = _of_profile(profile, cluster, *size, recompute, state, gradient_dtype, offload)
+        choice = _of_profile(profile, cluster, *size, recompute, state, gradient_dtype, step_in_backward, offload)
         _show(choice.plan, choice.prediction, choice.candidate.workload, cluster, output, as_json)
         return
     if costs_of(optimizer).factored and (zero or offload in STATE_ON_HOST):
@@ -205,6 +208,7 @@ def plan(
             schedule=schedule,
             precision=autocast,
             gradient_dtype=gradient_dtype,
+            step_in_backward=step_in_backward,
             recompute="none" if recompute is None or recompute == "auto" else recompute,
             state=None if zero == "auto" else state,
             offload="none" if offload is None or offload == "auto" else offload,
@@ -237,6 +241,7 @@ def _of_profile(
     recompute: Recompute | Literal["auto"] | None,
     state: StateSharding | None,
     gradient_dtype: str | None,
+    step_in_backward: bool,
     offload: Offload | Literal["auto"] | None,
 ) -> Choice:
     """The plan of a profile alone, which has no annotations."""
@@ -257,6 +262,7 @@ def _of_profile(
         recompute=recompute or "none",
         state=state,
         gradient_dtype=gradient_dtype,
+        step_in_backward=step_in_backward,
         offload=_of_word(offload),
     )
 

@@ -36,6 +36,7 @@ from whale.cli.options import (
     GRADIENT_DTYPE_HELP,
     MOST,
     PRECISION_HELP,
+    STEP_IN_BACKWARD_HELP,
     Numbers,
     note,
     offload_option,
@@ -79,6 +80,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--max-stages", type=AT_LEAST_1, metavar="N", help="Maximum number of stages.")
 @click.option("--precision", metavar="NAME", help=PRECISION_HELP)
 @click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
+@click.option("--step-in-backward", is_flag=True, help=STEP_IN_BACKWARD_HELP)
 @click.option(
     "--recompute",
     type=click.Choice(("auto", *RECOMPUTES)),
@@ -124,6 +126,7 @@ def search(
     max_stages: int | None,
     precision: str | None,
     gradient_dtype: str | None,
+    step_in_backward: bool,
     recompute: Recompute | Literal["auto"],
     zero: Any,
     state_align: Align | None,
@@ -175,6 +178,7 @@ def search(
         zero=zero,
         state_align=state_align or ("parameter" if costs_of(optimizer).factored else "row"),
         gradient_dtype=gradient_dtype,
+        step_in_backward=step_in_backward,
         offload=offload,
         thorough=thorough,
         seed=seed,
@@ -196,9 +200,8 @@ def search(
     if spec is not None:
         loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
         rules = recompute not in ("auto", "none")
-        model = SearchedModel.of(
-            loaded, profile, cluster, precision, optimizer, annotations, gradient_dtype, rules=rules
-        )
+        of_sums: dict[str, Any] = {"gradient_dtype": gradient_dtype, "step_in_backward": step_in_backward}
+        model = SearchedModel.of(loaded, profile, cluster, precision, optimizer, annotations, of_sums, rules=rules)
         profile = model.profile
     assert profile is not None
     autocast_of(precision, profile)
@@ -296,7 +299,7 @@ class SearchedModel:
         precision: str | None,
         optimizer: Any,
         annotations: Sequence[str],
-        gradient_dtype: str | None,
+        of_sums: dict[str, Any],
         *,
         rules: bool,
     ) -> SearchedModel:
@@ -317,7 +320,7 @@ class SearchedModel:
             loaded.batch,
             name=loaded.name,
             optimizer=optimizer,
-            options=Options(precision=autocast, gradient_dtype=gradient_dtype),
+            options=Options(precision=autocast, **of_sums),
             precision="tf32" if precision == "tf32" else None,
         )
         inputs = search_inputs(trial, loaded.batch, cluster, scopes=scopes, profile=profile, rules=rules)

@@ -116,6 +116,7 @@ def automatic_plan(
             zero=zero,
             state_align=state_align,
             gradient_dtype=options.gradient_dtype,
+            step_in_backward=options.step_in_backward,
             offload=offload,
             fixed=inputs.fixed,
         )

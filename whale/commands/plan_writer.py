@@ -75,6 +75,7 @@ class PlanWriter:
         batch: rows of the global batch.
         trial: the model; None: there is only the profile.
         gradient_dtype: in which gradients are summed; None: in their own.
+        step_in_backward: whether parameters are updated, and gradients freed, when these are summed.
     """
 
     profile: ModelProfile
@@ -82,6 +83,7 @@ class PlanWriter:
     batch: int
     trial: Trial | None
     gradient_dtype: str | None = None
+    step_in_backward: bool = False
 
     def unwritten(self, candidate: Candidate) -> Plan:
         """The ranks and axes alone, for an annotated model."""
@@ -105,8 +107,12 @@ class PlanWriter:
 
     def _in_precision(self, plan: Plan) -> Plan:
         """The plan with the precision of ``torch.autocast`` under which the model was captured, if it was, and the
-        number type of its sums."""
-        update = {"precision": self.profile.autocast or None, "gradient_dtype": self.gradient_dtype}
+        number type of its sums, and whether the optimizer steps in the backward."""
+        update = {
+            "precision": self.profile.autocast or None,
+            "gradient_dtype": self.gradient_dtype,
+            "step_in_backward": self.step_in_backward or None,
+        }
         if not any(update.values()):
             return plan
         said = plan.model_copy(update=update)

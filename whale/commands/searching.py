@@ -135,7 +135,7 @@ def search_plans(
         _require_priced(settings)
         options: dict[str, Any] = {"settings": settings, "progress": progress, "stop": stop, "known": known}
         found = search(profile, cluster, batch=batch, **options, with_rules=ruled)
-        writer = PlanWriter(profile, cluster, batch, None, settings.gradient_dtype)
+        writer = PlanWriter(profile, cluster, batch, None, settings.gradient_dtype, settings.step_in_backward)
         return Searched(choices=tuple(writer.written(one) for one in found.candidates), refused=(), found=found)
     fitting: list[float] = []
 
@@ -150,7 +150,7 @@ def search_plans(
     priced = [schedule for schedule in settings.schedules if schedule in PRICED]
     base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
     wanted = replace(settings, top=settings.top + RESERVE)
-    writer = PlanWriter(profile, cluster, batch, trial, settings.gradient_dtype)
+    writer = PlanWriter(profile, cluster, batch, trial, settings.gradient_dtype, settings.step_in_backward)
     limit = settings.time_limit
     tried = CompiledCandidates(writer, trial, base, begin + limit, limit, stop, processes)
 
@@ -231,6 +231,7 @@ def plan_pipeline(
     recompute: Recompute = "none",
     state: StateSharding | None = None,
     gradient_dtype: str | None = None,
+    step_in_backward: bool = False,
     offload: Offload = "none",
 ) -> Choice:
     """The plan of a pipeline of a given size for a profile alone: layers and rows by speed, nothing searched.
@@ -248,6 +249,7 @@ def plan_pipeline(
         recompute: what backwards of all stages compute again.
         state: how replicas of all stages divide their state; shares are of each replica.
         gradient_dtype: in which gradients are summed; None: in their own.
+        step_in_backward: whether parameters are updated, and gradients freed, when these are summed.
         offload: what is in the memory of hosts, in all stages.
 
     Raises:
@@ -258,7 +260,14 @@ def plan_pipeline(
     settings.check(batch)
     _require_priced(settings)
     precision = own_precision(profile)
-    prices = CostModel.of(profile, cluster, precision=precision, batch=batch, gradient_dtype=gradient_dtype)
+    prices = CostModel.of(
+        profile,
+        cluster,
+        precision=precision,
+        batch=batch,
+        gradient_dtype=gradient_dtype,
+        step_in_backward=step_in_backward,
+    )
     if 1 not in prices.tensor_degrees:
         known = ", ".join(map(str, prices.tensor_degrees)) or "none"
         raise UsageError(
@@ -300,7 +309,7 @@ def plan_pipeline(
         raise InfeasibleError(
             advised(f"the plan {lacking}", cures, otherwise="use more stages, or let whale search find what fits")
         )
-    return PlanWriter(profile, cluster, batch, None, gradient_dtype).written(candidate)
+    return PlanWriter(profile, cluster, batch, None, gradient_dtype, step_in_backward).written(candidate)
 
 
 def _pipeline(

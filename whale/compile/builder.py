@@ -43,6 +43,7 @@ from whale.runtime.owned import HeldTensors, HeldUnit
 from whale.runtime.precision import LossScaler
 from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
+from whale.runtime.step_in_backward import StepInBackward
 from whale.runtime.store import Board
 from whale.strategies.lowering import PlacedStage
 
@@ -185,6 +186,7 @@ class Builder:
             local=self._local_batches(compilation, shares, refusals) if bring != "global" else None,
             precision=LOW_PRECISIONS.get(self.options.precision or ""),
             loss_scaler=LossScaler() if self.options.precision == "fp16" else None,
+            updates=StepInBackward() if self.options.step_in_backward else None,
         )
         data = self._rank_step(compilation)
         step = self._assemble(self._with_kernels(data, held, example), held)

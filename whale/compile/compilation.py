@@ -60,7 +60,8 @@ class Compilation:
     ``rows`` are the units of the batch in each micro-batch; ``warnings`` what the user should know of it;
     ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``units`` the buckets of which
     ranks own stretches; ``is_of_several`` says that there are several micro-batches, whose casts of parameters are
-    shared; ``gradient_dtype`` is that in which gradients are summed, if it is not their own.
+    shared; ``gradient_dtype`` is that in which gradients are summed, if it is not their own; ``step_in_backward`` says
+    that parameters are updated, and their gradients freed, as soon as these are summed.
     """
 
     traced: Traced
@@ -79,6 +80,7 @@ class Compilation:
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
     units: tuple[Unit, ...] = ()
     gradient_dtype: str = ""
+    step_in_backward: bool = False
     is_of_several: bool = False
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
 
@@ -209,7 +211,7 @@ class Compilation:
             target = getattr(node.target, "__qualname__", node.target)  # a function has an address in its text
             args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), _without_index)
             graph.append(f"{node.op} {node.name} {target} {args} {kwargs} {kinds}")
-        placements = []
+        placements = [f"step in the backward {self.step_in_backward}"]
         for stage in self.stages:
             placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes} recompute {stage.recompute}")
             placements.append(f"state {stage.state} on the host {stage.offload}")

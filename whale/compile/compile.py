@@ -49,11 +49,12 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "offlo
 class Options:
     """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
     ``precision`` is that of ``torch.autocast`` under which it computes, ``gradient_dtype`` that in which gradients are
-    summed. ``recompute`` says what backwards
-    compute again, of all stages or of each, where neither the plan nor an annotation says it. ``compile`` asks for
-    compiled kernels; ``local_rows`` says that ranks bring their own rows of a batch alone. ``state`` divides
-    parameters, gradients and optimizer states, of all stages or of each, where neither the plan nor an annotation says
-    it; its shares may be of each rank of the launch.
+    summed. ``step_in_backward`` asks for parameters to be updated as soon as their gradients are summed.
+    ``recompute`` says what backwards compute again, of all stages or of each, where neither the plan nor an annotation
+    says it. ``compile`` asks for compiled kernels; ``local_rows`` says that ranks bring their own rows of a batch
+    alone.
+    ``state`` divides parameters, gradients and optimizer states, of all stages or of each, where neither the plan nor
+    an annotation says it; its shares may be of each rank of the launch.
     ``offload`` says what is in the host's memory, likewise; with state there ranks own stretches of it, at level 1 at
     least.
 
@@ -67,6 +68,7 @@ class Options:
     promote: bool = False
     precision: str | None = None
     gradient_dtype: str | None = None
+    step_in_backward: bool = False
     recompute: Recompute | tuple[Recompute, ...] = "none"
     compile: bool = False
     local_rows: bool = False
@@ -139,7 +141,9 @@ def compile_traced(
     sets = tuple(frozenset(stage.mesh.ranks) for stage in stages)
     order = schedule_order(options.schedule, len(stages), len(rows), sets, *_times(options.plan, len(stages)))
     gradient_dtype = DTYPES.get(options.gradient_dtype or "", "")
-    reduces, bucket_parameters = sums_of_gradients(captured, stages, rows, cluster, gradient_dtype)
+    reduces, bucket_parameters = sums_of_gradients(
+        captured, stages, rows, cluster, gradient_dtype, of_one=options.step_in_backward
+    )
     found = Compilation(
         traced=traced,
         cluster=cluster,
@@ -155,6 +159,7 @@ def compile_traced(
         warnings=tuple(_warnings(assignment, options, report, captured)),
         rank_specs=specs,
         gradient_dtype=gradient_dtype,
+        step_in_backward=options.step_in_backward,
         is_of_several=len(rows) > 1,
     )
     if stored is None:

@@ -86,7 +86,13 @@ class _Part(NamedTuple):
 
 
 def sums_of_gradients(
-    captured: Captured, stages: Sequence[PlacedStage], rows: Sequence[int], cluster: Cluster, dtype: str = ""
+    captured: Captured,
+    stages: Sequence[PlacedStage],
+    rows: Sequence[int],
+    cluster: Cluster,
+    dtype: str = "",
+    *,
+    of_one: bool = False,
 ) -> tuple[tuple[ReduceSpec, ...], tuple[tuple[str, ...], ...]]:
     """The gradient reductions: over replicas of a stage, and over stages that share a parameter.
 
@@ -96,6 +102,7 @@ def sums_of_gradients(
         rows: of the batch in each micro-batch.
         cluster: whose links say how large buckets are.
         dtype: in which real gradients are summed; by default their own.
+        of_one: whether parameters of one rank are in buckets too, each in one of its own.
 
     Returns:
         the buckets in the order of their launches, and the names of the parameters in each.
@@ -122,7 +129,7 @@ def sums_of_gradients(
         regions = [region for region, _ in ranks_of]
         for (region, _), ranks in ranks_of.items():
             together = tuple(sorted(set(ranks)))
-            if len(together) > 1 or all(stage.state_on_host for stage, _ in entries):
+            if len(together) > 1 or of_one or all(stage.state_on_host for stage, _ in entries):
                 # Ranks that sum equal gradients apart, as of a norm beside split matrices, divide them alike if their
                 # buckets have nothing else.
                 apart = all(stage.state for stage, _ in entries) and regions.count(region) > 1
@@ -136,10 +143,12 @@ def sums_of_gradients(
     # launched first they would keep that stage's own buckets from overlapping that backward.
     for (together, sharing, _), parts in sorted(groups.items(), key=lambda item: len(item[0][1]) > 1):
         readers_of = [stage for stage in stages if stage.index in sharing]
-        is_divided = all(stage.state for stage in readers_of)
+        several = len(together) > 1
+        is_divided = all(stage.state and (several or stage.state_on_host) for stage in readers_of)
         links = topology.shape(together), is_divided
         if links not in capacities:
-            capacities[links] = bucket_bytes(topology, together, divided=is_divided)
+            is_free = not several and not is_divided
+            capacities[links] = 0 if is_free else bucket_bytes(topology, together, divided=is_divided)
         key = (capacities[links], tuple(parts))
         if key not in buckets:
             buckets[key] = _bucketized(parts, capacities[links])
@@ -149,7 +158,7 @@ def sums_of_gradients(
         dtypes = {part.name: part.dtype for part in parts}
         for bucket, options in zip(buckets[key], divided, strict=True):
             given = dtypes[bucket[0]]
-            is_other = len(together) > 1 and given.is_floating_point and dtype != str(given).removeprefix("torch.")
+            is_other = several and given.is_floating_point and dtype != str(given).removeprefix("torch.")
             options["dtype"] = dtype if is_other else ""
             specs.append(ReduceSpec(index=len(specs), ranks=together, stages=sharing, **options))
             names.append(bucket)

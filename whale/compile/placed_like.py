@@ -42,7 +42,12 @@ def placed_like(compilation: Compilation, traced: Traced, rows: Sequence[int]) -
     except (LookupError, UsageError):
         return None
     reduces, bucket_parameters = sums_of_gradients(
-        traced.captured, stages, rows, compilation.cluster, compilation.gradient_dtype
+        traced.captured,
+        stages,
+        rows,
+        compilation.cluster,
+        compilation.gradient_dtype,
+        of_one=compilation.step_in_backward,
     )
     return replace(
         compilation,

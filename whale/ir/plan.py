@@ -96,7 +96,7 @@ Autocast = Literal["fp32", "bf16", "fp16"]
 GradientDtype = Literal["fp32", "bf16", "fp16"]
 """The number types in which ranks may sum gradients."""
 
-_LATER = frozenset(("gradient_dtype", "precision", "recompute", "state", "offload"))
+_LATER = frozenset(("gradient_dtype", "step_in_backward", "precision", "recompute", "state", "offload"))
 """Fields that plans did not have at first: where they say nothing, a plan has the digest that it had without them."""
 
 
@@ -270,6 +270,7 @@ class Plan(FileRecord):
         schedule: as ``parallelize`` takes it.
         precision: as ``parallelize`` takes it; None: as that says.
         gradient_dtype: as ``parallelize`` takes it; None: as that says.
+        step_in_backward: as ``parallelize`` takes it; None: as that says.
         annotations: for an unmodified model, by module path as ``whale.annotate`` takes them; each strategy is written
             as ``"split(4)"``, several from outer to inner as a list. Empty: the model is annotated.
         stages: of the pipeline, in order; empty: the annotations decide.
@@ -287,6 +288,7 @@ class Plan(FileRecord):
     schedule: Schedule = "1f1b"
     precision: Autocast | None = None
     gradient_dtype: GradientDtype | None = None
+    step_in_backward: bool | None = None
     annotations: dict[Annotated[str, AfterValidator(_check_key)], Strategies] = Field(default_factory=dict)
     stages: Annotated[tuple[PlanStage, ...], Field(strict=False)] = ()
     assumptions: Annotated[tuple[Annotated[str, StringConstraints(max_length=400)], ...], Field(strict=False)] = ()
@@ -414,6 +416,7 @@ class Plan(FileRecord):
         schedule: str | None,
         precision: str | None = None,
         gradient_dtype: str | None = None,
+        step_in_backward: bool | None = None,
         recompute: str | None = None,
         zero: int | None = None,
         state_shares: Sequence[float] | str | None = None,
@@ -429,6 +432,7 @@ class Plan(FileRecord):
             ("schedule", schedule, "schedule", self.schedule),
             ("precision", precision, "precision", self.precision),
             ("gradient_dtype", gradient_dtype, "gradient_dtype", self.gradient_dtype),
+            ("step_in_backward", step_in_backward, "step_in_backward", self.step_in_backward),
             *(("recompute", None if recompute == "auto" else recompute, *rule) for rule in rules),
             *(("offload", None if offload == "auto" else offload, *told) for told in hosted),
             *self._states(zero, state_shares, state_align),

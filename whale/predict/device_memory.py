@@ -177,7 +177,7 @@ def memory_advice(compilation: Compilation, cluster: Cluster, rank: int, schedul
         cures.append(f'recompute="{"full" if rules == {"selective"} else "selective"}"')
     own = [stage.state.level if stage.state else 0 for stage in compilation.stages if rank in stage.mesh.ranks]
     level = min(own, default=0)
-    if level < 3 and any(rank in spec.ranks for spec in compilation.reduces):
+    if level < 3 and any(rank in spec.ranks and len(spec.ranks) > 1 for spec in compilation.reduces):
         cures.append(f"zero={3 if level else 1}")
     hosted = {stage.offload for stage in compilation.stages if rank in stage.mesh.ranks}
     if hosted != {"both"}:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -119,11 +119,11 @@ def peak_memory(
     Raises:
         UsageError: an unknown optimizer.
     """
-    trial = _Trial(compilation, rank, device, clock, several=len(compilation.rows) > 1)
+    trial = _Trial(compilation, rank, device, clock, several=len(compilation.rows) > 1, optimizer=optimizer)
     trial.run(_program(compilation, rank, schedule))
     found = trial.found()
     assert found is not None  # nothing is folded
-    return _held(found, rank, optimizer, device, Counter(), compilation.most_in_flight)
+    return _held(found, rank, optimizer, device, Counter(), compilation)
 
 
 def brief_peak_memory(
@@ -145,46 +145,55 @@ def brief_peak_memory(
     first, known = compilation.of_first, Known() if known is None else known
     program = first.program(rank)
     like = sketch(first, rank, program, clock)
-    several = bool(compilation.units) and len(compilation.rows) > 1
-    key = device, several, like.description
+    several = (bool(compilation.units) or compilation.step_in_backward) and len(compilation.rows) > 1
+    options = _Options(device, several, optimizer if compilation.step_in_backward else "none")
+    key = options, like.description
     if key not in known.sketched:
-        known.sketched[key] = like, _found(first, rank, device, clock, program, known, several)
+        known.sketched[key] = like, _found(first, rank, clock, program, known, options)
     found = _renamed(*known.sketched[key], like)
     most = compilation.most_in_flight
     kept = sum((most[stage] - 1) * task.kept for stage, task in found.tasks.items())
     messages = (min(MESSAGES, len(compilation.rows)) - 1) * found.at_peak["buffers"]
-    return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages), most)
+    return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages), compilation)
+
+
+class _Options(NamedTuple):
+    """Options of a dry run: the device, whether there are several micro-batches, and the optimizer that steps in the
+    backward, if it does."""
+
+    device: Device
+    several: bool
+    optimizer: Optimizer
 
 
 def _found(
     compilation: Compilation,
     rank: int,
-    device: Device,
     clock: RNGPosition | None,
     program: Program,
     known: Known,
-    several: bool,
+    options: _Options,
 ) -> _Found:
     """Result of a single micro-batch, unless a rank with an equal fingerprint is known."""
     short = compilation if _runs_graphs(compilation, program) else compilation.folded
     like = fingerprint(short, rank, program, clock)
-    key = device, several, like.description
+    key = options, like.description
     if key not in known.runs:
-        known.runs[key] = like, _brief((short, compilation), rank, device, clock, program, several)
+        known.runs[key] = like, _brief((short, compilation), rank, clock, program, options)
     return _renamed(*known.runs[key], like)
 
 
 def _brief(
     compilations: Iterable[Compilation],
     rank: int,
-    device: Device,
     clock: RNGPosition | None,
     program: Program,
-    several: bool,
+    options: _Options,
 ) -> _Found:
     """Dry-run a single micro-batch of the first of equal compilations whose omitted layers can be replayed."""
     for compilation in compilations:
-        trial = _Trial(compilation, rank, device, clock, several=several)
+        device, several, optimizer = options
+        trial = _Trial(compilation, rank, device, clock, several=several, optimizer=optimizer)
         trial.run(program, begin=trial.hold_gradients)
         if (found := trial.found()) is not None:
             return found
@@ -249,12 +258,13 @@ def _held(
     optimizer: Optimizer,
     device: Device,
     more: Counter[str],
-    most_in_flight: Mapping[int, int],
+    compilation: Compilation,
 ) -> PeakMemory:
     """Result of a dry run, with *more* bytes at its peak."""
+    most_in_flight, in_backward = compilation.most_in_flight, compilation.step_in_backward
     at_peak = found.at_peak + more
     sizes = [prod(shape) * item for shape, item in found.trained]
-    update = temporary_bytes(optimizer, sizes, processor=device == "cpu")
+    update = 0 if in_backward else temporary_bytes(optimizer, sizes, processor=device == "cpu")
     if found.after.total() + update > at_peak.total():
         at_peak = found.after + Counter(activations=update)
     return PeakMemory(
@@ -286,7 +296,8 @@ def _runs_graphs(compilation: Compilation, program: Program) -> bool:
     """Whether a dry run needs the graphs of backwards: autograd keeps other values."""
     is_kept = not compilation.computes_again and not compilation.offloads_activations
     casts = compilation.is_of_several and casts_parameters(compilation.captured)
-    return _splits(program) or not is_kept or casts or bool(compilation.units)
+    updates = compilation.step_in_backward
+    return _splits(program) or not is_kept or casts or updates or bool(compilation.units)
 
 
 def _program(compilation: Compilation, rank: int, schedule: str) -> Program:
@@ -352,12 +363,19 @@ class _Trial:
     """One rank's step on fake tensors."""
 
     def __init__(
-        self, compilation: Compilation, rank: int, device: Device, clock: RNGPosition | None, *, several: bool
+        self,
+        compilation: Compilation,
+        rank: int,
+        device: Device,
+        clock: RNGPosition | None,
+        *,
+        several: bool,
+        optimizer: Optimizer = "none",
     ) -> None:
         self.compilation, self.rank, self.device, self.clock = compilation, rank, device, clock
-        self.several = several
-        self.place = torch.device("meta" if device == "cuda" else "cpu")
-        self.live = _Living(device)
+        self.several, self.optimizer = several, optimizer
+        self.place = torch.device("meta" if self.device == "cuda" else "cpu")
+        self.live = _Living(self.device)
         self.parameters: dict[str, nn.Parameter] = {}
         self.tensors: dict[tuple[str, Any], Any] = {}
         self.units: list[HeldUnit] = []
@@ -366,7 +384,7 @@ class _Trial:
         self.noting = _Noting()
         self._replays: list[Replay] = []
         self._reducer: Reducer | None = None
-        self._without_data = _without_data(device)
+        self._without_data = _without_data(self.device)
         with self._without_data:
             self._make()
 
@@ -417,6 +435,8 @@ class _Trial:
     def hold_gradients(self) -> None:
         """Create the gradients that exist when a micro-batch begins which is not the first: of what ranks divide, their
         sums if these are made in every micro-batch."""
+        if self.compilation.step_in_backward and not self.several:
+            return  # the only micro-batch
         for total in self._reducer.resume() if self._reducer is not None else ():
             self.live.mark(total, "gradients")
         slots = [slot for held in self.units if not held.unit.spec.each for slot in held.slots.values()]
@@ -478,7 +498,7 @@ class _Trial:
             tensors=self.tensors,
             clock=self.clock or RNGPosition(0),
             bridge_group=lambda ranks: alone("", ranks, self.noting.called) if len(ranks) > 1 else None,
-            reduce_group=lambda ranks: object(),
+            reduce_group=lambda ranks: object() if len(ranks) > 1 else None,
             failures=Failures(self.rank),
             device=self.place,
             transport=_Nobody(self.live),
@@ -505,9 +525,15 @@ class _Trial:
             sums = [torch.empty(shape, dtype=dtype, device=self.place) for shape, dtype in data.sums.likes]
             for stage in step.stages:
                 stage.begin(self.batch, sums)
-            step.executor.run(True)
+            step.executor.run(True, update=self._update if self.compilation.step_in_backward else None)
             for stage in step.stages:
                 stage.finish()
+
+    def _update(self, parameters: Sequence[Tensor]) -> None:
+        """Make what an optimizer makes and drops in a step for parameters."""
+        sizes = [x.numel() * x.element_size() for x in parameters if x.grad is not None and self.live.purpose_of(x)]
+        size = temporary_bytes(self.optimizer, sizes, processor=self.device == "cpu")
+        torch.empty(size, dtype=torch.uint8, device=self.place)
 
     def _on_host(self, like: Tensor) -> Tensor:
         """Memory of the host for a tensor."""

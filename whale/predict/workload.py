@@ -296,7 +296,7 @@ def _reductions(
     for spec, size, ready in zip(
         compilation.reduces, bucket_bytes(compilation), _ready(compilation, costs, layers), strict=True
     ):
-        if spec.each and last[spec.ranks, spec.stages] != spec.index:
+        if (spec.each and last[spec.ranks, spec.stages] != spec.index) or (len(spec.ranks) == 1 and not spec.bounds):
             continue
         num_alike = _num_alike(compilation, spec)
         size = summed_bytes(compilation, spec, size)

@@ -35,6 +35,7 @@ from whale.runtime.precision import LossScaler
 from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
 from whale.runtime.stage import LocalStage, part
+from whale.runtime.step_in_backward import StepInBackward
 from whale.runtime.store import Board
 from whale.runtime.uploads import OnHost, upload
 
@@ -158,6 +159,7 @@ class Engine:
         local: makes global batches of those of the ranks; None if every rank has them.
         precision: in which steps compute, as under ``torch.autocast``; None: in that of the model.
         loss_scaler: keeps a factor of the loss, in float16.
+        updates: of parameters inside of steps; None: the script's optimizers update them after these.
         floats: arguments of type float, with the first value of each.
         numbers: those that were another number later.
         done: what the script has done to gradients since the last step, which all ranks must do.
@@ -179,6 +181,7 @@ class Engine:
     local: LocalBatches | None = None
     precision: torch.dtype | None = None
     loss_scaler: LossScaler | None = None
+    updates: StepInBackward | None = None
     floats: dict[str, float] = field(default_factory=dict)
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
@@ -263,6 +266,8 @@ class Engine:
         if train:
             _check_values(batch)
             self._check_gradients()
+            if self.updates is not None:
+                self.updates.begin(self.tensors)
         whole = batch
         what = f"{_in_words(train, returns, scale)}{f' with {changes}' if changes.key else ''}"
         what += "".join(f" after {text}{f', {n} times' if n > 1 else ''}" for text, n in self.done.items())
@@ -297,6 +302,8 @@ class Engine:
             raise
         for stage in step.stages:
             stage.finish()
+        if train and self.updates is not None:
+            self.updates.taken()
         return Result(loss.finish(), self._output(step, to) if returns == "both" else None)
 
     def _scaled(
@@ -309,7 +316,8 @@ class Engine:
     ) -> None:
         """Run the programs of a step, whose gradients have the factor of the loss while it runs."""
         if self.loss_scaler is None or not train:
-            step.executor.run(train, loss.begin, scale, agree)
+            update = self.updates.update if self.updates is not None else None
+            step.executor.run(train, loss.begin, scale, agree, update)
             return
 
         def run(factor: float) -> None:
@@ -377,6 +385,18 @@ class Engine:
                     "apart: give each its own"
                 )
 
+    def check_gradients_stay(self, what: str) -> None:
+        """Refuse something that reads gradients after a step which has freed them.
+
+        Raises:
+            UsageError: such are the steps.
+        """
+        if self.updates is not None:
+            raise UsageError(
+                f"{what} needs gradients after a step, but with step_in_backward=True train_step has updated the "
+                "parameters and freed them: leave step_in_backward out"
+            )
+
     def _refuse_shape(self) -> NoReturn:
         named = zip(self.tensors.items(), self._shapes, strict=True)
         name, now, own = next((name, t.shape, shape) for (name, t), shape in named if t.shape != shape)
@@ -431,7 +451,8 @@ class Engine:
         ]
 
     def with_copies(self, memo: dict[int, Any]) -> Engine:
-        """The same over copies of its tensors, which *memo* tells copy.deepcopy; nothing is compiled yet."""
+        """The same over copies of its tensors, which *memo* tells copy.deepcopy; nothing is compiled yet. Their
+        gradients stay after a step."""
         tensors = HeldTensors()
         tensors.are_shared = True
         for name, tensor in self.tensors.items():
@@ -439,7 +460,9 @@ class Engine:
             if isinstance(tensor, nn.Parameter):
                 copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
             tensors[name] = memo[id(tensor)] = copied
-        return replace(self, tensors=tensors, clock=copy(self.clock), compared={}, loss_scaler=copy(self.loss_scaler))
+        return replace(
+            self, tensors=tensors, clock=copy(self.clock), compared={}, loss_scaler=copy(self.loss_scaler), updates=None
+        )
 
     # Whole tensors under the local model's names
 
@@ -567,6 +590,7 @@ class Engine:
         Raises:
             WorkerError: a rank did not come within the timeout.
         """
+        self.check_gradients_stay("the norm of gradients, as of clip_grad_norm_,")
         gradients: list[Tensor] = []
         for name in self.shards if names is None else names:
             shard, tensor = self.shards[name], self.tensors.get(name)

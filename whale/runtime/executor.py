@@ -41,7 +41,7 @@ from whale.runtime.gradients import TakesGradients
 from whale.runtime.messages import Messages, Work, messages_of
 from whale.runtime.owned import HeldUnit
 from whale.runtime.ranges import named
-from whale.runtime.reduce import Reducer
+from whale.runtime.reduce import Reducer, Update
 
 __all__ = ["Executor", "StageProgram"]
 
@@ -168,6 +168,7 @@ class Executor:
         on_loss: Callable[[Tensor | None], None] | None = None,
         scale: float | Tensor = 1.0,
         agree: Callable[[], None] | None = None,
+        update: Update | None = None,
     ) -> Tensor | None:
         """Run one step and return the sum of this rank's losses, or None if it computes none.
 
@@ -175,13 +176,14 @@ class Executor:
         over their ranks. Otherwise only forwards run, without gradients. ``on_loss`` is called with the sum where the
         program says so, so that its sum over ranks runs beside those of gradients. ``agree`` waits until all ranks take
         this step, and raises if they do not: it is called after the forwards that need no other rank, before anything
-        that outlives the step.
+        that outlives the step. ``update`` steps an optimizer for parameters whose gradients are final, which are freed
+        then.
 
         Raises:
             WorkerError: a task failed here or elsewhere, or a rank did not come in time; names rank, task and value.
         """
         with torch.no_grad():
-            return _Step(self, train, on_loss or (lambda loss: None), scale, agree).run()
+            return _Step(self, train, on_loss or (lambda loss: None), scale, agree, update).run()
 
     def _num_alone(self, program: Program) -> int:
         """How many instructions a program begins with that compute forwards without another rank."""
@@ -248,9 +250,10 @@ class _Step:
         on_loss: Callable[[Tensor | None], None],
         scale: float | Tensor,
         agree: Callable[[], None] | None,
+        update: Update | None,
     ) -> None:
         self.executor = executor
-        self.agree = agree
+        self.agree, self.update = agree, update
         self.scale = scale
         self.on_loss = on_loss
         self.train = train
@@ -327,7 +330,7 @@ class _Step:
             except UsageError as error:  # no failure: the next step may be another
                 raise _Refused(error) from error
         if reducer is not None:
-            reducer.begin()
+            reducer.begin(self.update)
 
     def where(self) -> str:
         if self.task is None:

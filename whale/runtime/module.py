@@ -217,6 +217,7 @@ class ParallelModule(nn.Module):
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients, whole, under the local model's names (a tied parameter once), on every rank."""
         engine = self._whale.engine
+        engine.check_gradients_stay("full_gradients")
         trainable = sorted(name for name, shard in engine.shards.items() if shard.trainable)
         local = {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -13,7 +13,7 @@ import functools
 import gc
 import inspect
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -33,6 +33,7 @@ from whale.runtime.engine import Engine, Shard
 from whale.runtime.launch import World
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.stage import part
+from whale.runtime.step_in_backward import twin_of, twins
 
 __all__ = ["attend"]
 
@@ -51,7 +52,6 @@ _engines: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
 _numbers = count(1)
 _local: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-_trials: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _saved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -65,6 +65,8 @@ def attend(engine: Engine, local: Mapping[str, Tensor]) -> None:
     if not _engines:
         _install()
     _engines[engine] = next(_numbers)
+    if engine.updates is not None:
+        engine.updates.check = _check
     for name, tensor in local.items():
         if name in engine.tensors and engine.tensors[name] is not tensor:
             _local[id(tensor)] = weakref.ref(tensor), name
@@ -108,12 +110,21 @@ def _owners(tensors: Iterable[Tensor]) -> dict[int, tuple[Engine, str]]:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in twins:
+        return
     for engine in _engines:
+        if engine.updates is not None:
+            engine.updates.ended(optimizer)
         if engine.loss_scaler is not None:
             own = {id(x) for x in engine.tensors.values()}
             engine.loss_scaler.skip(p for g in optimizer.param_groups for p in g["params"] if id(p) in own)
+    _check(optimizer)
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Check an optimizer, once for each number of its parameters."""
     num = sum([len(group["params"]) for group in optimizer.param_groups])
-    if _checked.get(optimizer) == num or optimizer in _trials:
+    if _checked.get(optimizer) == num:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
@@ -125,7 +136,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
     owners = _owners(parameters)
     engines = dict.fromkeys(engine for engine, _ in owners.values())
-    if any(not engine.holds_all for engine in engines):
+    if any(not engine.holds_all or engine.updates is not None for engine in engines):
         try:
             _check_elementwise(optimizer, owners)
         except UsageError as error:
@@ -157,6 +168,9 @@ def _attending(add_param_group: Callable[..., None]) -> Callable[..., None]:
             param_group["params"] = own
         add_param_group(self, param_group)
         parameters = [p for group in self.param_groups for p in group["params"]]
+        for engine in {engine for engine, _ in _owners(parameters).values()}:
+            if engine.updates is not None:
+                engine.updates.attach(self)
         is_empty = not any(x.numel() for x in parameters) and any(not engine.holds_all for engine in _engines)
         if self not in _saved and (is_empty or any(_cut(*owner) for owner in _owners(parameters).values())):
             _saved.add(self)
@@ -284,7 +298,9 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
         UsageError: it is such a one.
     """
     is_owned = any(getattr(engine.tensors, "units", None) for engine, _ in owners.values())
+    in_backward = any(engine.updates is not None for engine, _ in owners.values())
     all_of_them = "leave zero and offload out" if is_owned else "replicate() without split and stage"
+    all_of_them = "leave step_in_backward out" if in_backward else all_of_them
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
@@ -315,7 +331,9 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
                 "update each element by itself, because this rank has parts of tensors, or not all of them",
             )
             return
-        if error > SAME:
+        if in_backward and dim is None and not error:
+            _check_own_state(optimizer, number, shape, like)
+        if error > (SAME if dim is not None or not in_backward else 0.0):
             way = all_of_them
             if is_owned and dim is not None:
                 way = 'state_align="parameter", under which a rank has whole ones'
@@ -324,6 +342,30 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
                 f"{'one of two tensors' if dim is None else 'a part of a tensor'} of shape {shape} it is off by "
                 f"{error:.1g} of the largest update. A rank has {'some' if dim is None else 'parts'} of the tensors, "
                 f"so it would train another model: use an elementwise optimizer, such as AdamW, or {way}"
+            )
+
+
+def _check_own_state(optimizer: Optimizer, group: int, shape: Sequence[int], like: Tensor) -> None:
+    """Refuse an optimizer that counts its steps, or keeps anything else, beside the states of parameters: it would step
+    once for each bucket of them.
+
+    Raises:
+        UsageError: it is such a one.
+    """
+    start = torch.ones(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    parameter = torch.nn.Parameter(start.clone())
+    own = {**optimizer.param_groups[group], "params": [parameter]}
+    twin = twin_of(optimizer, [own], defaultdict(dict))
+    before = {**twin.__dict__, **own}
+    parameter.grad = start
+    twin.step()
+    after = {**twin.__dict__, **twin.param_groups[0]}
+    for name, value in after.items():
+        if name not in ("state", "param_groups", "params") and repr(before.get(name)) != repr(value):
+            raise UsageError(
+                f"{type(optimizer).__name__} changes {name} in a step, which is of all parameters, but with "
+                "step_in_backward=True it steps for some at a time: use an optimizer whose states are of single "
+                "parameters, such as AdamW, or leave step_in_backward out"
             )
 
 
@@ -357,17 +399,9 @@ def _updated(
 ) -> list[Tensor]:
     """Tensors after steps of an optimizer with the options of a group of another."""
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-    made: Optimizer = object.__new__(type(optimizer))
-    for name, value in optimizer.__dict__.items():
-        if not (callable(value) and hasattr(type(optimizer), name)):  # as `step` of schedulers, bound to the optimizer
-            made.__dict__[name] = value
-    made.state = defaultdict(dict)
-    made.param_groups = [{**optimizer.param_groups[group], "params": parameters}]
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        made.__dict__[hooks] = OrderedDict()
+    made = twin_of(optimizer, [{**optimizer.param_groups[group], "params": parameters}], defaultdict(dict))
     if "_params" in made.__dict__:  # as LBFGS keeps them
         made.__dict__["_params"], made.__dict__["_numel_cache"] = parameters, None
-    _trials.add(made)
     takes_closure = len(inspect.signature(made.step).parameters) > 0
     for pieces in gradients:
         for parameter, piece in zip(parameters, pieces, strict=True):
@@ -425,6 +459,8 @@ def _noted(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def noted(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for engine in dict.fromkeys(engine for engine, _ in _owners(given).values()):
+            engine.check_gradients_stay(f"{clip.__name__.strip('_')} of torch")
         for engine in [engine for engine in _engines if engine.holds_all] if given else ():
             if any(given[0] is x for x in engine.tensors.values()):
                 limit = next(iter([*args, *kwargs.values()]), None)

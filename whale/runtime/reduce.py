@@ -9,7 +9,7 @@ strategies.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -30,6 +30,9 @@ __all__ = ["Bucket", "Reducer", "bucketize"]
 
 Holder = Parameter | GradientSlot
 """Anything to whose gradient a backward adds."""
+
+Update = Callable[[Sequence[Tensor]], None]
+"""Steps an optimizer for parameters whose gradients are final."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,6 +98,8 @@ class Reducer:
     gradients are accumulated, are equal on all ranks: the first rank of a bucket adds to them and the others start
     without, so they count once. They remain the same tensors; new gradients are views of their bucket, in which
     backwards write them (`place`), so that nothing is copied, and a bucket of accumulated gradients is summed in place.
+    With an update the parameters of a bucket are updated when its sum is there, and its gradients are freed: at most
+    two buckets are on their way at a time.
     *failures* knows which rank this is; *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
 
     Raises:
@@ -111,8 +116,9 @@ class Reducer:
         self._armed: dict[Holder, _Pending] = {}
         self._of: dict[Holder, _Pending] = {}
         self._before: dict[Holder, Tensor] = {}
-        self._flying: deque[tuple[_Pending, Scattered]] = deque()
+        self._flying: deque[tuple[_Pending, Scattered | None, bool]] = deque()  # and whether it is the last sum
         self._flying_apart: deque[_Pending] = deque()  # whose gradients are exchanged in another dtype
+        self._update: Update | None = None
         self.sums_each = any(bucket.each for bucket in buckets)
         seen: set[Holder] = set()
         for bucket in self.buckets:
@@ -121,8 +127,10 @@ class Reducer:
                 raise UsageError(f"bucket {bucket.index} needs parameters of one dtype and device, each in one bucket")
             seen.update(bucket.parameters)
 
-    def begin(self) -> None:
-        """Start a step."""
+    def begin(self, update: Update | None = None) -> None:
+        """Start a step, in which *update* gets the parameters of each bucket when their gradients are final; these are
+        then freed."""
+        self._update = update
         self._pending = [_Pending(bucket, set(bucket.stages)) for bucket in self.buckets]
         self._of = {
             parameter: pending
@@ -173,7 +181,7 @@ class Reducer:
             self._start_ready()
         else:
             while self._round:
-                self._start(self._round.popleft())
+                self._start(self._round.popleft(), last=False)
         for pending in self._armed.values():
             pending.ready.clear()
         self._armed.clear()
@@ -272,13 +280,14 @@ class Reducer:
         pending.ready.add(parameter)
         if not pending.is_complete:
             return
-        if len(pending.bucket.ranks) == 1 and pending.bucket.unit is not None:  # no other rank waits for it
-            self._start(pending)
+        if len(pending.bucket.ranks) == 1:  # no other rank waits for it
             if pending in self._round:
+                self._start(pending, last=False)
                 self._round.remove(pending)
                 if not self._round:
                     return
             else:
+                self._start(pending)
                 pending.started = True
         self._start_ready()
 
@@ -286,7 +295,7 @@ class Reducer:
         """Start buckets, in order, up to the first that is not ready, or that the program has not *launched*."""
         if self._round:
             while self._round and self._round[0].is_complete:
-                self._start(self._round.popleft())
+                self._start(self._round.popleft(), last=False)
             return
         while self._next < len(self._pending):
             pending = self._pending[self._next]
@@ -298,24 +307,50 @@ class Reducer:
                 self._start(pending)
             self._next += 1
 
-    def _start(self, pending: _Pending) -> None:
+    def _start(self, pending: _Pending, *, last: bool = True) -> None:
         bucket = pending.bucket
         if bucket.group is None and bucket.unit is None:
+            self._step(pending)
             return
         with torch.no_grad(), named(range_names.BUCKET_SUM, bucket.index):
-            if bucket.unit is None:
-                self._sum(pending)
+            if bucket.unit is not None:
+                self._land(1)
+                scattered = bucket.unit.scatter(bucket.exchanged(self._take(pending)))
+                self._flying.append((pending, scattered, last))
                 return
-            self._land(1)
-            self._flying.append((pending, bucket.unit.scatter(bucket.exchanged(self._take(pending)))))
+            if self._update is not None:
+                self._land(1)
+                self._flying.append((pending, None, last))
+            self._sum(pending)
 
     def _land(self, most: int) -> None:
-        """Wait for sums of stretches until at most *most* are in flight: each holds the gradients of a whole unit."""
+        """Wait for sums until at most *most* are in flight, of those that hold gradients which are freed then."""
         while len(self._flying) > most:
-            pending, scattered = self._flying.popleft()
-            assert pending.bucket.unit is not None
-            own = pending.bucket.unit.sum_of(scattered)
-            pending.own = pending.bucket.unit.added(pending.own, own)
+            pending, scattered, last = self._flying.popleft()
+            if scattered is not None:
+                assert pending.bucket.unit is not None
+                own = pending.bucket.unit.sum_of(scattered)
+                pending.own = pending.bucket.unit.added(pending.own, own)
+            if last:
+                self._step(pending)
+
+    def _step(self, pending: _Pending) -> None:
+        """Update the parameters of a bucket by their gradients, which are final, and free these; backwards give a
+        gradient after the last operator that reads its parameter."""
+        if self._update is None:
+            return
+        parameters: Sequence[Any] = pending.bucket.parameters
+        if (unit := pending.bucket.unit) is not None:
+            unit.kept_parameters()  # an owner's rows are sent before it changes them
+            if pending.own is not None:
+                unit.add_gradients(pending.own)
+                pending.own = None
+            parameters = list(unit.parameters.values())
+        self._wait(pending)
+        self._update(parameters)
+        for parameter in parameters:
+            parameter.grad = None
+        pending.total, pending.places = None, {}
 
     def _take(self, pending: _Pending) -> Tensor:
         """The gradients of a unit in one vector; its slots have none afterwards."""
