@@ -26,7 +26,7 @@ from whale.strategies.fused import FusedCall
 from whale.strategies.split_backward import communicates
 from whale.strategies.traced_call import Call, makes_alias, writes
 
-__all__ = ["computed_again", "has_regions", "kept_once", "recomputed"]
+__all__ = ["computed_again", "draws_numbers", "has_regions", "kept_once", "recomputed"]
 
 aten = torch.ops.aten
 
@@ -173,7 +173,7 @@ class _Recomputing:
                 fused = _fused(module)
                 return fused is not None and not fused.draws
             return not communicates(maker, self.root)
-        return not _draws(maker)
+        return not draws_numbers(maker)
 
     def _again(self, node: fx.Node) -> fx.Node:
         """A value of the forward in the backward: an argument, one that is kept, or one that is computed again."""
@@ -241,7 +241,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     """Whether an operator computes each element of a new tensor of those at the same place in others."""
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or writes(node):
         return False
-    return bool(node.all_input_nodes) and not _draws(node)
+    return bool(node.all_input_nodes) and not draws_numbers(node)
 
 
 def _fused(module: nn.Module) -> FusedCall | None:
@@ -259,7 +259,7 @@ def _operator(node: fx.Node, root: nn.Module) -> Any:
     return None if fused is None else fused.target
 
 
-def _draws(node: fx.Node) -> bool:
+def draws_numbers(node: fx.Node) -> bool:
     """Whether an operator draws random numbers; attention does where it drops some of its weights."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False

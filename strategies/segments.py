@@ -19,13 +19,13 @@ from whale.graph.capture_checks import layer_of
 from whale.runtime.derivative import laid_out
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph
 
-__all__ = ["Segments"]
+__all__ = ["Runs", "Segment", "Segments", "is_work"]
 
 _FEWEST = 3
 """Operators in a run that is worth a function of its own."""
 
 
-class _Segment(nn.Module):
+class Segment(nn.Module):
     """A run of operators as a function of the tensors that it reads."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -73,11 +73,15 @@ class Segments:
         return self.functions[key]
 
 
-class _Compiled:
-    """One graph with its runs of operators compiled."""
+class Runs:
+    """A graph being written again, in which runs of operators become calls.
 
-    def __init__(self, segments: Segments, code: LocalCode) -> None:
-        self.segments, self.given, self.old_root = segments, code, code.root
+    Args:
+        code: the graph.
+    """
+
+    def __init__(self, code: LocalCode) -> None:
+        self.given, self.old_root = code, code.root
         self.new, self.root = fx.Graph(), nn.Module()
         self.env: dict[fx.Node, fx.Node] = {}
         self.current: list[fx.Node] = []
@@ -86,29 +90,67 @@ class _Compiled:
         self.after: list[fx.Node] = []  # gradients that are handed over when the run is done, which reads parameters
         self.count = 0
 
+    # What a kind of runs decides
+
+    def joins(self, node: fx.Node) -> bool:
+        """Whether a node can be part of a run; the nodes that select its results then are, too."""
+        raise NotImplementedError
+
+    def ends_at_layers(self) -> bool:
+        """Whether the run ends before the next layer."""
+        raise NotImplementedError
+
+    def ends(self, node: fx.Node) -> bool:
+        """Whether the run ends before a node that is no part of it."""
+        return any(used in self.inside for used in node.all_input_nodes)
+
+    def counts(self, node: fx.Node) -> bool:
+        """Whether a node is one of those that make a run worth a call."""
+        return is_work(node)
+
+    def module(self, number: int, outer: Sequence[fx.Node], graph: fx.Graph, results: Sequence[fx.Node]) -> nn.Module:
+        """The module that runs a graph of what it reads, *outer*, to *results*."""
+        raise NotImplementedError
+
+    # The graph
+
     def run(self) -> LocalCode:
-        output = self.given.graph.output_node()
-        for node in self.given.graph.nodes:
-            if node is output:
+        """The new graph."""
+        nodes, taken = list(self.given.graph.nodes), set[fx.Node]()
+        self.begin([node for node in nodes if node.op == "placeholder"])
+        for node in nodes:
+            if node.op in ("placeholder", "output") or node in taken:
                 continue
-            if _compiles(node, self.inside):
+            if self.joins(node):
                 layer = _layer(node)
-                if self.current and layer != self.layer:
+                if self.current and layer != self.layer and self.ends_at_layers():
                     self._close()
                 self.layer = layer
-                self.current.append(node)
-                self.inside.add(node)
+                joined = [node, *(user for user in node.users if not is_work(user))]
+                self.current += joined
+                self.inside.update(joined)
+                taken.update(joined)
             elif node.op == "call_method" and node.target == "add" and self.current:
                 self.after.append(node)
             else:
-                if any(used in self.inside for used in node.all_input_nodes):
+                if self.ends(node):
                     self._close()
-                self._copy(node)
+                self.copy(node)
         self._close()
-        self.new.output(fx.node.map_arg(output.args[0], self.env.__getitem__))
+        self.new.output(self.output(self.given.graph.output_node().args[0]))
         return LocalCode(self.root, self.new, boxed=self.given.boxed)
 
-    def _copy(self, node: fx.Node) -> None:
+    def begin(self, placeholders: Sequence[fx.Node]) -> None:
+        """Write the placeholders."""
+        for node in placeholders:
+            self.copy(node)
+
+    def output(self, results: Any) -> Any:
+        """The results of the new graph."""
+        return fx.node.map_arg(results, self.env.__getitem__)
+
+    def copy(self, node: fx.Node) -> None:
+        """Write a node that is no part of a run."""
         self.env[node] = self.new.node_copy(node, self.env.__getitem__)
         if node.op in ("call_module", "get_attr"):
             name = str(node.target)
@@ -121,13 +163,13 @@ class _Compiled:
     def _close(self) -> None:
         """End the run: write a call of its function, then what waits for it."""
         nodes, self.current, inside, self.inside = self.current, [], self.inside, set()
-        if sum(node.target is not operator.getitem for node in nodes) < _FEWEST:
+        if sum(map(self.counts, nodes)) < _FEWEST:
             for node in nodes:
-                self._copy(node)
+                self.copy(node)
         else:
             self._call(nodes, inside)
         for node in self.after:
-            self._copy(node)
+            self.copy(node)
         self.after = []
 
     def _call(self, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> None:
@@ -137,27 +179,51 @@ class _Compiled:
             env[used] = graph.placeholder(f"x_{number}")
             env[used].meta = {"val": used.meta.get("val")}
         for node in nodes:
-            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node] = self.write(graph, node, env.__getitem__)
         results = [node for node in nodes if _is_tensor(node) and any(user not in inside for user in node.users)]
         graph.output(tuple(env[node] for node in results))
-        function = self.segments.function(fx.GraphModule(self.old_root, graph))
         name = f"segment_{self.count}"
+        self.root.add_module(name, self.module(self.count, outer, graph, results))
         self.count += 1
-        self.root.add_module(name, _Segment(function))
-        called = self.new.call_module(name, tuple(self.env[used] for used in outer))
+        called = self.new.call_module(name, (*self.first_arguments(), *(self.env[used] for used in outer)))
+        called.meta["source"] = nodes[-1].meta.get("source")
         for number, node in enumerate(results):
             self.env[node] = self.new.call_function(operator.getitem, (called, number))
 
+    def write(self, graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """A node of a run in the graph of it."""
+        return graph.node_copy(node, read)
 
-def _compiles(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether a node can be part of a run: an operator that draws no random numbers, or a result of one in the run."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return node.args[0] in inside
-    if isinstance(node.target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded not in node.target.tags
-    return node.target is laid_out
+    def first_arguments(self) -> tuple[fx.Node, ...]:
+        """The arguments of a call before those that its operators read."""
+        return ()
+
+
+class _Compiled(Runs):
+    """One graph with its runs of operators compiled."""
+
+    def __init__(self, segments: Segments, code: LocalCode) -> None:
+        super().__init__(code)
+        self.segments = segments
+
+    def joins(self, node: fx.Node) -> bool:
+        """Whether a node is an operator that draws no random numbers."""
+        if isinstance(node.target, torch._ops.OpOverload):
+            return torch.Tag.nondeterministic_seeded not in node.target.tags
+        return node.target is laid_out
+
+    def ends_at_layers(self) -> bool:
+        """Always: then those of equal layers are equal."""
+        return True
+
+    def module(self, number: int, outer: Sequence[fx.Node], graph: fx.Graph, results: Sequence[fx.Node]) -> nn.Module:
+        """Its function, made once for equal graphs."""
+        return Segment(self.segments.function(fx.GraphModule(self.old_root, graph)))
+
+
+def is_work(node: fx.Node) -> bool:
+    """Whether a node computes something, and does not only select a result."""
+    return node.target is not operator.getitem
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from torch import fx, nn
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, Source, SplitBackward
 from whale.strategies.traced_call import makes_alias, writes
 
-__all__ = ["split"]
+__all__ = ["communicates", "owner", "split"]
 
 
 def split(derivative: Derivative) -> Derivative:
@@ -34,7 +34,7 @@ def split(derivative: Derivative) -> Derivative:
         wanted += [node for node in nodes if communicates(node, root)]
         while wanted:
             _add_with_operands(first, wanted)
-            wanted = [node for node in nodes if node not in first and writes(node) and _owner(node) in first]
+            wanted = [node for node in nodes if node not in first and writes(node) and owner(node) in first]
     first |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in first}
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     before, after = [n for n in calls if n in first], [n for n in calls if n not in first]
@@ -61,7 +61,7 @@ def _add_with_operands(chosen: set[fx.Node], wanted: Iterable[fx.Node]) -> None:
             waiting += node.all_input_nodes
 
 
-def _owner(node: fx.Node) -> fx.Node:
+def owner(node: fx.Node) -> fx.Node:
     """The node whose memory an operator writes to."""
     base = node.args[0]
     while isinstance(base, fx.Node) and base.op == "call_function" and makes_alias(base):

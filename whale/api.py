@@ -41,6 +41,7 @@ from whale.planner.search.constraints import is_kept
 from whale.predict.device_memory import memory_advice
 from whale.predict.peak_memory import Device
 from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from_first
+from whale.runtime.cuda_graphs import check_recordable
 from whale.runtime.ending import ELASTIC, end_with_own_code
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
 from whale.runtime.launch import World, describe, initialize, name_of_unsupported
@@ -80,6 +81,7 @@ def parallelize(
     offload: str | Sequence[str] | None = None,
     step_in_backward: bool | None = None,
     compile: bool = False,
+    cuda_graphs: bool = False,
 ) -> ParallelModule:
     """Return this rank's part of *model*, annotated or not; its steps equal the local model's steps.
 
@@ -161,6 +163,9 @@ def parallelize(
         compile: compile the operators between collectives with Inductor, as ``torch.compile`` does; equal layers once.
             It takes up to minutes before the first step, and again for batches of another signature (not for lengths
             for which steps are made of others). Results then equal the local model's up to rounding.
+        cuda_graphs: record what a stage computes for a micro-batch, between collectives, as CUDA graphs in the third
+            step, and replay them from then on, which spares the host the start of each operator. Numbers are the same.
+            Memory of what they keep stays taken between steps. Not with activations on the host. See docs/gpus.md.
 
     Raises:
         UsageError, AnnotationError, CaptureError, InfeasibleError, PlanMismatchError: before any process group is made.
@@ -227,6 +232,7 @@ def parallelize(
         prefer=prefer,
         promote=promote_casts,
         compile=compile,
+        cuda_graphs=cuda_graphs,
         gradient_dtype=gradient_dtype or (plan.gradient_dtype if plan else None),
         step_in_backward=bool(plan.step_in_backward if plan and step_in_backward is None else step_in_backward),
         recompute="none" if recompute is None or recompute == "auto" else recompute,
@@ -235,6 +241,8 @@ def parallelize(
         offload="none" if hosted is None or hosted == "auto" else hosted,
     )
     launch = describe(device)
+    if cuda_graphs:
+        check_recordable(launch.device)
     options = replace(options, precision=_precision(precision or (plan.precision if plan else None), launch.device))
     if options.step_in_backward and options.precision == "fp16":
         raise UsageError(
@@ -332,6 +340,11 @@ def parallelize(
             world, traced, detect(world) if cluster is None else described, described, options, **least
         )
     compilation = compile_traced(traced, described, options, device=launch.device)
+    if cuda_graphs and compilation.offloads_activations:
+        raise UsageError(
+            'cuda_graphs=True keeps in place what forwards keep, and offload="activations" puts it on the host: leave '
+            "one of them out"
+        )
     clock = RNGPosition(torch.initial_seed() if seed is None else seed)
     calls = ""
     if launch.size <= CHECKED_RANKS:

@@ -28,7 +28,7 @@ def test_a_machine_without_gpus_is_told_so() -> None:
     assert CliRunner().invoke(app, ["doctor", "-o", "x.json"]).exit_code == 2
 
 
-@pytest.mark.parametrize("name", ["copies", "failures"])
+@pytest.mark.parametrize("name", ["copies", "failures", "graphs"])
 def test_a_part_runs_on_two_ranks(name: str) -> None:
     found = run(name)
     assert found["passed"], found

@@ -37,10 +37,11 @@ ONE_QUEUE = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "
 PARTS = (
     Part(name="parity", seconds=180),
     Part(name="one queue", seconds=180, environment=ONE_QUEUE),
-    Part(name="copies", seconds=180),
+    Part(name="copies", seconds=120),
     Part(name="waits", seconds=90),
     Part(name="failures", seconds=90),
-    Part(name="communicators", seconds=60),
+    Part(name="graphs", seconds=90),
+    Part(name="communicators", seconds=30),
     Part(name="speed", seconds=180),
 )
 
@@ -139,10 +140,12 @@ def _shown(part: Mapping[str, Any]) -> str:
         return f"{len(first['cases'])} cases, largest error {max(case['error'] for case in first['cases']):.1e}"
     if "unlike" in first:
         return f"{len(first['unlike'])} unlike copies after {first['steps']} steps"
+    if "others" in first:
+        return f"{len(first['others'])} kinds of plans with other bits"
     if first.get("bytes") is not None:
         return f"{first['bytes'] / 2**20:.1f} MiB for each group"
     if "whale" in first:
-        others = [f"{name} {first[name] * 1e3:.1f} ms" for name in ("torch", "ddp") if name in first]
+        others = [f"{name} {first[name] * 1e3:.1f} ms" for name in ("graphs", "torch", "ddp") if name in first]
         speed = f"{first['flops_per_second'] / 1e12:.1f} TFLOP/s"
         return ", ".join([f"whale {first['whale'] * 1e3:.1f} ms", *others, speed])
     return ""

@@ -32,7 +32,7 @@ from whale.runtime.random import column_numbers, keep_mask, row_numbers
 ROWS, LENGTH, WORDS = 8, 32, 128
 MICRO_BATCHES = (1, 2, 8)
 SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "zero_bubble_2p")
-COPIED_STEPS = 200
+COPIED_STEPS, GRAPH_STEPS = 200, 6
 WAIT_SECONDS = 20.0
 """Limit of waits in the part that lets a rank fail."""
 
@@ -171,6 +171,28 @@ def waits(rank: int, size: int, device: torch.device) -> dict[str, Any]:
     return {"passed": not any(found.values()), "waits": found}
 
 
+def graphs(rank: int, size: int, device: torch.device) -> dict[str, Any]:
+    """Steps that are replayed as CUDA graphs against others, bit for bit: losses and parameters after some steps."""
+    others = []
+    for name, layout in layouts(size).items():
+        found: list[list[int]] = []
+        for asked in (False, device.type == "cuda"):
+            model = decoder(device, dropout=0.1).train()
+            if layout:
+                whale.annotate(model, layout)
+            made = parallelize(model, batch(), device=device.type, micro_batches=2, seed=5, cuda_graphs=asked)
+            optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+            losses = []
+            for _ in range(GRAPH_STEPS):
+                losses.append(made.train_step(**batch()))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([int(checksum(x.detach())) for x in (*losses, *made.parameters())])
+        if found[0] != found[1]:
+            others.append(name)
+    return {"passed": not others, "others": others, "steps": GRAPH_STEPS}
+
+
 def failures(rank: int, size: int, device: torch.device) -> dict[str, Any]:
     """The last rank fails in a step: all others must say so, in time."""
     model = decoder(device)
@@ -248,19 +270,28 @@ def speed(rank: int, size: int, device: torch.device) -> dict[str, Any]:
     found["parameters"] = sum(p.numel() for p in model.parameters())
     if size == 1:
         found["torch"] = _seconds(local(model), device)
-    made: ParallelModule = parallelize(decoder(device, **sizes), given, device=device.type, precision="bf16")
-    optimizer = torch.optim.AdamW(made.parameters(), fused=device.type == "cuda")
 
-    def step() -> None:
-        made.train_step(**given)
-        optimizer.step()
-        optimizer.zero_grad()
+    def parallel(**options: Any) -> tuple[ParallelModule, Callable[[], Any]]:
+        options |= {"device": device.type, "precision": "bf16"}
+        made: ParallelModule = parallelize(decoder(device, **sizes), given, **options)
+        optimizer = torch.optim.AdamW(made.parameters(), fused=device.type == "cuda")
 
+        def step() -> None:
+            made.train_step(**given)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return made, step
+
+    made, step = parallel()
     found["whale"] = _seconds(step, device)
     if device.type == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     advice = made._whale.engine.world.failures.memory_advice
     found["predicted"] = advice() if advice is not None else ""
+    if device.type == "cuda":
+        del made, step
+        found["graphs"] = _seconds(parallel(cuda_graphs=True)[1], device)
     if size > 1:
         found["ddp"] = _seconds(local(nn.parallel.DistributedDataParallel(model)), device)
     flops = 6 * found["parameters"] * rows * length / size
@@ -278,7 +309,7 @@ def _seconds(step: Callable[[], Any], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         return time.perf_counter() - begin
 
-    for _ in range(3):
+    for _ in range(4):  # graphs are recorded in the third
         timed()
     return median(timed() for _ in range(10))
 
@@ -289,6 +320,7 @@ PARTS: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
     "copies": copies,
     "waits": waits,
     "failures": failures,
+    "graphs": graphs,
     "communicators": communicators,
     "speed": speed,
 }

@@ -15,6 +15,7 @@ from torch import nn
 
 from whale.compile.rank_step import RankStep
 from whale.ir.program import Direction, Edge, Reduce
+from whale.runtime.cuda_graphs import Recorder
 from whale.runtime.engine import CompiledStep
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
@@ -25,6 +26,7 @@ from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Bucket, Reducer
 from whale.runtime.stage import LocalStage
 from whale.strategies.gradients_in_place import with_gradients_in_place
+from whale.strategies.pieces import in_pieces
 
 __all__ = ["assemble"]
 
@@ -42,6 +44,8 @@ def assemble(
     transport: Any = dist,
     message_group: Callable[[Edge, Direction], Any] = lambda edge, direction: None,
     credit: int | None = None,
+    recorder: Recorder | None = None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> CompiledStep:
     """The step of *rank*.
 
@@ -56,22 +60,28 @@ def assemble(
         failures, device, credit: as in the executor.
         transport: has ``isend``, ``irecv`` and ``all_reduce``: ``torch.distributed``, except in a dry run.
         message_group: the process group of an edge's messages in a direction.
+        recorder: of the device; None: graphs are run operator by operator.
+        warn: called if they are run so nevertheless.
     """
     stages: dict[int, LocalStage] = {}
+    units = {unit.spec.index: tensors["unit", unit.spec.index] for unit in step.units}
     for stage in step.stages:
+        if recorder is None:
+            programs = with_gradients_in_place(stage.programs)
+        else:
+            stay = {index for index, unit in units.items() if unit.keeps_whole}
+            programs = in_pieces(stage.programs, recorder, clock, device, stay, warn)
         stages[stage.index] = LocalStage(
-            programs=bound(
-                with_gradients_in_place(stage.programs), lambda name, ranks: bridge_group(tuple(sorted(ranks)))
-            ),
+            programs=bound(programs, lambda name, ranks: bridge_group(tuple(sorted(ranks)))),
             outputs=stage.outputs,
             mutated=stage.mutated,
             tensors=tensors,
             parameters=[p for n in stage.parameters if isinstance(p := tensors.get(("parameter", n)), nn.Parameter)],
             clock=clock,
             returned=stage.returned,
+            keeps_casts=recorder is not None,
         )
     early = {task.bucket: task.early for task in step.program if isinstance(task, Reduce)}
-    units = {unit.spec.index: tensors["unit", unit.spec.index] for unit in step.units}
     buckets = [
         Bucket(
             index=spec.index,

@@ -32,6 +32,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.program import Direction, Edge, Returns
 from whale.runtime.agreement import ints_of_all
 from whale.runtime.attributes import Changes, Sources
+from whale.runtime.cuda_graphs import recorder_of
 from whale.runtime.engine import COMPARED_EACH, FIRST_COMPARED, CompiledStep, Engine, Modes, Shard
 from whale.runtime.groups import Groups
 from whale.runtime.initial_values import InitialValues
@@ -114,6 +115,7 @@ class Builder:
         self.shards: dict[str, Shard] = {}
         self.layouts: dict[str, tuple[int, ...]] = {}
         self.segments = kernels_of_inductor() if options.compile else None
+        self.recorder = recorder_of(world.device) if options.cuda_graphs else None
         self.unread: dict[str, PlacedStage] = {}
 
     def build(
@@ -405,6 +407,8 @@ class Builder:
             failures=self.world.failures,
             device=self.world.device,
             message_group=self._message_group(),
+            recorder=self.recorder,
+            warn=self.world.warn,
         )
 
 

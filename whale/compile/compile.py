@@ -49,14 +49,13 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "offlo
 class Options:
     """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
     ``precision`` is that of ``torch.autocast`` under which it computes, ``gradient_dtype`` that in which gradients are
-    summed. ``step_in_backward`` asks for parameters to be updated as soon as their gradients are summed.
-    ``recompute`` says what backwards compute again, of all stages or of each, where neither the plan nor an annotation
-    says it. ``compile`` asks for compiled kernels; ``local_rows`` says that ranks bring their own rows of a batch
-    alone.
-    ``state`` divides parameters, gradients and optimizer states, of all stages or of each, where neither the plan nor
-    an annotation says it; its shares may be of each rank of the launch.
-    ``offload`` says what is in the host's memory, likewise; with state there ranks own stretches of it, at level 1 at
-    least.
+    summed. ``step_in_backward`` asks for parameters to be updated as soon as their gradients are summed. ``recompute``
+    says what backwards compute again, of all stages or of each, where neither the plan nor an annotation says it.
+    ``compile`` asks for compiled kernels, ``cuda_graphs`` for recorded ones; ``local_rows`` says that ranks bring their
+    own rows of a batch alone. ``state`` divides parameters, gradients and optimizer states, of
+    all stages or of each, where neither the plan nor an annotation says it; its shares may be of each rank of the
+    launch. ``offload`` says what is in the host's memory, likewise; with state there ranks own stretches of it, at
+    level 1 at least.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
@@ -71,6 +70,7 @@ class Options:
     step_in_backward: bool = False
     recompute: Recompute | tuple[Recompute, ...] = "none"
     compile: bool = False
+    cuda_graphs: bool = False
     local_rows: bool = False
     state: StateSharding | tuple[StateSharding | None, ...] | None = None
     offload: Offload | tuple[Offload, ...] = "none"

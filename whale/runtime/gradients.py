@@ -59,6 +59,16 @@ class GradientSink:
         if taker is not None:
             taker.gradient_ready(parameter)
 
+    def add_copy(self, number: int, gradient: Tensor) -> None:
+        """The same for a gradient whose memory will be written again."""
+        if self.parameters[number].grad is None and not gradient.is_sparse:
+            gradient = (
+                self.place(number, tuple(gradient.shape), gradient.stride()).copy_(gradient)
+                if gradient.is_contiguous()
+                else gradient.clone()
+            )
+        self.add(number, gradient)
+
 
 def _share(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors begin at the same memory."""

@@ -96,6 +96,7 @@ class LocalStage:
         returned: numbers of the tensors of the model's output that follow.
         tensors: the rank's parameters and buffers by name, the constants, and the units of which it owns stretches.
         parameters: the trainable parameters that the stage reads.
+        keeps_casts: whether casts of parameters that are made once a step keep their memory.
     """
 
     def __init__(
@@ -108,9 +109,10 @@ class LocalStage:
         parameters: Sequence[nn.Parameter],
         clock: RNGPosition,
         returned: tuple[int, ...] = (),
+        keeps_casts: bool = False,
     ) -> None:
         self.programs, self.outputs, self.mutated, self.clock = programs, outputs, mutated, clock
-        self.returned = returned
+        self.returned, self.keeps_casts = returned, keeps_casts
         self.parameters = tuple(parameters)
         self._tensors = tensors
         self._constants: dict[int, tuple[Tensor, ...]] = {}
@@ -136,7 +138,9 @@ class LocalStage:
         self._batch, self._sums = batch, sums
         self._steps.clear()
         for name, dtype in self._cast_names:
-            self._casts[name, dtype] = self._tensors["parameter", name].detach().to(dtype)
+            parameter = self._tensors["parameter", name].detach()
+            held = self._casts.get((name, dtype))
+            self._casts[name, dtype] = parameter.to(dtype) if held is None else held.copy_(parameter)
 
     def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the micro-batch graph; new buffer values are stored when the step ends, the rest is returned."""
@@ -277,7 +281,8 @@ class LocalStage:
                 self._tensors["buffer", name].copy_(value)
         self._changed = {}
         self._steps.clear()
-        self._casts.clear()
+        if not self.keeps_casts:
+            self._casts.clear()
 
     @cached_property
     def _cast_names(self) -> tuple[tuple[str, torch.dtype], ...]:
