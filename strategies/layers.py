@@ -24,7 +24,7 @@ from whale.graph.copies import model_copy
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
-from whale.graph.values import Value, operands, resolve, value_shape
+from whale.graph.values import Value, operands, resolve, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
 from whale.ir.strategy import REPLICAS, SHARDS, RegionRole
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
@@ -59,7 +59,7 @@ class LayeredModel:
     time: Mapping[fx.Node, Choice]
     like: LayeredModel | None = None
     _placed: dict[tuple[int, int, tuple[str, ...]], PlacedStage] = field(default_factory=dict)
-    _between: dict[tuple[int, int], PlacedStage] = field(default_factory=dict)
+    _between: dict[tuple[int, int, int], PlacedStage] = field(default_factory=dict)
 
     @property
     def captured(self) -> Captured:
@@ -92,33 +92,54 @@ class LayeredModel:
             self._placed[key] = self._solved(problem, Prices() if experts else MEGATRON)
         return self._placed[key]
 
-    def place_between(self, kind: int, degree: int) -> PlacedStage:
-        """A kind of layer split over *degree* devices as in the middle of a stage: what it receives and hands on has
-        the form that costs least. The devices have equal parts: they divide rows only where these are multiples of the
-        degree, and else do as with a micro-batch of a single row.
+    def place_between(self, kind: int, degree: int, rows: int) -> PlacedStage:
+        """A kind of layer split over *degree* devices as in the middle of a stage, with micro-batches of *rows* rows:
+        what it receives and hands on has the form that costs least, the same one in a chain of such layers. Its layout
+        is that of this model's micro-batches.
 
         Raises:
             InfeasibleError: the layer cannot be split over that number of devices.
         """
-        key = (kind, degree)
+        key = (kind, degree, rows)
         if degree == 1:
             return self.place(kind, degree)
         if key not in self._between and self.like is not None:
             self._between[key] = _translated(self.like.place_between(*key), self.like, self)
         elif key not in self._between:
-            problem = replace(self._problem(kind, degree), fixed=self._shared(kind, degree))
-            if any(rows % degree for rows in self.rows[:2]):
-                problem = replace(problem, rows=(1,) * len(self.rows))
-            stage = self._solved(problem, Prices())
+            base = self._problem(kind, degree)
+            problem = replace(base, fixed=self._shared(kind, degree), rows=(rows,) * len(self.rows))
+            stage = self._in_a_chain(problem, self._solved(problem, Prices()))
             self._between[key] = replace(stage, layout=Layout(self.analysis, layout_axes(stage.mesh, self.rows)))
         return self._between[key]
+
+    def _in_a_chain(self, problem: StageProblem, free: PlacedStage) -> PlacedStage:
+        """A layer whose values come in the form in which they leave, the one that costs least, so that it can follow
+        itself; *free* where it cannot."""
+        graph = problem.task_graph
+        looks = {v: (value_shape(v), value_tensor(v).dtype) for v in (*graph.received, *graph.sent)}
+        pairs = [(v, [r for r in graph.received if looks[r] == looks[v]]) for v in graph.sent]
+        if len(pairs) != 1 or len(pairs[0][1]) != 1:
+            return free
+        leaving, (entering,) = pairs[0]
+        seen = dict.fromkeys((free.stored[entering][1], free.sent[leaving][1]))
+        cuts = [p for p in seen if p.kind == "S" and self._fits(p, entering) and self._fits(p, leaving)]
+        chains = []
+        for form in (REPLICATE_PARTIAL, *cuts):
+            there = {**problem.leaving, leaving: (REPLICATE, form)}
+            fixed = {**problem.fixed, entering: (REPLICATE, form)}
+            chains.append(self._solved(replace(problem, fixed=fixed, leaving=there), Prices()))
+        return min(chains, key=lambda stage: stage.price)
+
+    def _fits(self, cut: Placement, value: Value) -> bool:
+        return cut.dim < len(value_shape(value)) and self.analysis.shardable(value, cut.factor, cut.dim)
 
     def held_shares(self, kind: int, degree: int) -> tuple[float, float]:
         """The parts of what a kind of layer receives from the layers before, and of what it hands on, that each of
         *degree* devices has where it is the first, or the last, of a stage."""
         if degree == 1:
             return 1.0, 1.0
-        stage = self.place_between(kind, degree)
+        whole = not any(rows % degree for rows in self.rows[:2])  # devices have equal parts, or all a single row
+        stage = self.place_between(kind, degree, max(self.rows) if whole else 1)
         at = (0,) * (1 + len(stage.mesh.axes))
         shares = []
         for placed in ({value: stage.stored[value] for value in stage.received}, stage.sent):
@@ -129,6 +150,12 @@ class LayeredModel:
             )
             shares.append(own / every if every else 1.0)
         return shares[0], shares[1]
+
+    def cuts_rows(self, stage: PlacedStage) -> bool:
+        """Whether the devices of a stage's group divide the rows of a micro-batch at some operator."""
+        factor = self.analysis.batch_factor
+        choices = (stage.choices[node][1] for node in stage.nodes)
+        return any(p.kind == "S" and p.factor == factor for one in choices for p in (*one.inputs, *one.outputs))
 
     def _problem(self, kind: int, degree: int, experts: tuple[str, ...] = ()) -> StageProblem:
         """A kind of layer as a stage whose values may come and leave in any form."""
@@ -165,11 +192,7 @@ class LayeredModel:
 
     def divides_rows(self, kind: int, degree: int) -> bool:
         """Whether the devices of a group divide the rows of a micro-batch at some operator of a kind of layer."""
-        if degree == 1:
-            return False
-        factor, stage = self.analysis.batch_factor, self.place(kind, degree)
-        choices = (stage.choices[node][1] for node in stage.nodes)
-        return any(p.kind == "S" and p.factor == factor for one in choices for p in (*one.inputs, *one.outputs))
+        return degree > 1 and self.cuts_rows(self.place(kind, degree))
 
     def _in_rows(self, value: Value) -> Placements:
         """Placement of a value whose rows the devices of a group divide; empty for others, such as relative positions,
@@ -202,9 +225,11 @@ class LayeredModel:
         `whale.strategies.lowering.lower`."""
         return self._lowered(self.place(kind, degree, experts), rows, clock)
 
-    def program_between(self, kind: int, degree: int, rows: int, *, clock: RNGPosition | None = None) -> LocalProgram:
-        """The same for a kind of layer in the middle of a stage."""
-        return self._lowered(self.place_between(kind, degree), rows, clock)
+    def program_between(
+        self, kind: int, degree: int, rows: int, placed_for: int, *, clock: RNGPosition | None = None
+    ) -> LocalProgram:
+        """The same for a kind of layer in the middle of a stage, placed for micro-batches of other rows."""
+        return self._lowered(self.place_between(kind, degree, placed_for), rows, clock)
 
     def _lowered(self, stage: PlacedStage, rows: int, clock: RNGPosition | None) -> LocalProgram:
         micro_batch = self.rows.index(rows)

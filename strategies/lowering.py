@@ -60,7 +60,7 @@ class PlacedStage(Offloading):
     (:mod:`whale.strategies.recompute`), ``state`` how its ranks divide the state of what they sum; None: all have all.
     ``offload`` says what is in the host's memory. ``origin`` identifies the search that found the placements: stages
     with the same one differ only in their index, their ranks, their state, where it is, what is omitted and what is
-    computed again.
+    computed again. ``price`` is the solver's, on all axes.
     """
 
     index: int
@@ -80,6 +80,7 @@ class PlacedStage(Offloading):
     recompute: Recompute = "none"
     state: StateSharding | None = None
     offload: Offload = "none"
+    price: float = field(default=0.0, compare=False)
     origin: object = field(default_factory=object, compare=False)
 
 

@@ -120,6 +120,7 @@ def place_stage(
     along = cut_along(captured, analysis, partition.scopes, mesh, roles)
     outputs: dict[Value, str | Placement] = dict.fromkeys(problem.task_graph.sent, problem.sent)
     outputs |= dict.fromkeys(problem.mutated.values(), "whole")
+    price = 0.0
     if problem.loss is not None:
         outputs[problem.loss] = "sum"
     for axis, mesh_axis in enumerate(mesh.axes):
@@ -160,6 +161,7 @@ def place_stage(
                 fixed={v: p[axis + 1] for v, p in problem.fixed.items()},
             ),
         )
+        price += solution.cost
         for node in nodes:
             chosen[node].append(solution.choices[node])
         for value in stored:
@@ -193,6 +195,7 @@ def place_stage(
         loss_placements=_loss_placements(choices, problem.loss),
         mutated=problem.mutated,
         returned=tuple((i, v, _as_computed(choices, final, v)) for i, v in problem.returned.items()),
+        price=price,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -64,6 +65,9 @@ ROWS = (2, 3, 4)
 LEAST_ROWS = 2
 """Number of these that define a law. The others check it, if the batch has them."""
 
+MOST_PLACED = 1024
+"""Rows of a micro-batch up to which it is looked for other ways to place a layer on a group."""
+
 ELEMENT_BYTES = (2, 4, 8)
 """The dtypes in which a profile may be read."""
 
@@ -102,8 +106,16 @@ def profile_model(
     capturing = _Capturing(model, batch, loss_fn, captured, precision, {} if known is None else known)
     models = capturing.at_rows(ROWS)
     first = models[ROWS[0]]
-    costs = [_KindCosts(models, kind, rules=rules) for kind in range(len(first.chain.names))]
     degrees = sorted({1, *tensor_degrees})
+
+    @cache
+    def multiples() -> Mapping[int, Mapping[int, LayeredModel]]:
+        return _in_multiples(capturing, [degree for degree in degrees if degree > 1], first)
+
+    costs = [
+        _KindCosts(models, kind, rules=rules, multiples=lambda degree: multiples()[degree])
+        for kind in range(len(first.chain.names))
+    ]
     refused = _measured(costs, degrees, lambda some: _in_multiples(capturing, some, first))
     legal = [degree for degree in degrees if degree not in refused]
     layers = first.chain.layers
@@ -356,17 +368,25 @@ class _KindCosts:
         kind: of layer.
         counted: the same in the rows of the laws; in an expert group, the rows of one device.
         rules: whether it is also run with backwards that compute values again.
+        multiples: gives the models in which a micro-batch has multiples of a degree's rows; those of *models* have.
     """
 
     def __init__(
-        self, models: Mapping[int, LayeredModel], kind: int, counted: Sequence[int] = ROWS, *, rules: bool = False
+        self,
+        models: Mapping[int, LayeredModel],
+        kind: int,
+        counted: Sequence[int] = ROWS,
+        *,
+        rules: bool = False,
+        multiples: Callable[[int], Mapping[int, LayeredModel]] | None = None,
     ) -> None:
         self.models, self.kind, self.counted, self.rules = models, kind, counted, rules
+        self.multiples = multiples or (lambda _: models)
         first = next(iter(models.values()))
         self.name = first.chain.names[kind]
         self.dtype = _main_dtype(first)
         self.traces: dict[tuple[int, tuple[str, ...]], list[Trace]] = {}
-        self.again: dict[tuple[int, tuple[str, ...]], list[Mapping[Recompute, Again]]] = {}
+        self.again: dict[tuple[int, tuple[str, ...]], list[_Placing]] = {}
         self.divided: dict[int, _KindCosts] = {}
 
     def measure(self, degree: int, experts: tuple[str, ...] = (), *, divisible: bool = False) -> bool:
@@ -381,10 +401,7 @@ class _KindCosts:
             self.traces[degree, experts] = [self._trace(rows, degree, experts) for rows in self.models]
             nodes = first.chain.partition.stages[self.kind].nodes
             if has_regions(nodes) if self.rules else any(map(is_checkpointed, nodes)):
-                every = list(self.models)  # devices that divide the rows have equal parts of these two
-                self.again[degree, experts] = [
-                    self._trace_again(rows, degree, experts) for rows in (every[0], every[-1])
-                ]
+                self.again[degree, experts] = list(self._placings(degree, experts))
         return True
 
     def _trace(self, rows: int, degree: int, experts: tuple[str, ...]) -> Trace:
@@ -397,8 +414,34 @@ class _KindCosts:
             self.dtype,
         )
 
-    def _trace_again(self, rows: int, degree: int, experts: tuple[str, ...]) -> Mapping[Recompute, Again]:
-        model, clock = self.models[rows], RNGPosition(0)
+    def _placings(self, degree: int, experts: tuple[str, ...]) -> Iterator[_Placing]:
+        """The layer under the rules, in each of the ways in which a group places it, with micro-batches of more and
+        more rows."""
+        first, every = next(iter(self.models.values())), list(self.models)
+        if experts or degree == 1:
+            runs = [self._trace_again(self.models[rows], rows, degree, experts) for rows in (every[0], every[-1])]
+            yield _Placing(1, 1, 1, (self.counted[0], self.counted[len(every) - 1]), runs)
+            return
+
+        @cache
+        def placed(rows: int) -> PlacedStage:
+            return first.place_between(self.kind, degree, rows)
+
+        def is_other(one: int, other: int) -> bool:
+            a, b = placed(one), placed(other)
+            return (a.choices, a.stored, a.sent) != (b.choices, b.stored, b.sent)
+
+        for since, rows in ((1, 1), *_changes(is_other, 1, MOST_PLACED)):
+            cut = first.cuts_rows(placed(rows))
+            models = self.multiples(degree) if cut else self.models
+            ends = (min(models), max(models))
+            runs = [self._trace_again(models[count], count, degree, (), rows) for count in ends]
+            yield _Placing(since, rows, degree if cut else 1, ends, runs)
+
+    def _trace_again(
+        self, model: LayeredModel, rows: int, degree: int, experts: tuple[str, ...], placed_for: int = 1
+    ) -> Mapping[Recompute, Again]:
+        clock = RNGPosition(0)
         if experts:
             stage, program = (
                 model.place(self.kind, degree, experts),
@@ -406,8 +449,8 @@ class _KindCosts:
             )
         else:  # results of collectives are kept, and which these are depends on the form of what layers hand on
             stage, program = (
-                model.place_between(self.kind, degree),
-                model.program_between(self.kind, degree, rows, clock=clock),
+                model.place_between(self.kind, degree, placed_for),
+                model.program_between(self.kind, degree, rows, placed_for, clock=clock),
             )
         return trace_again(
             model.captured,
@@ -460,7 +503,7 @@ class _KindCosts:
         regions = _Regions(
             attention_cores(first.captured.graph),
             expert_operators(stage.nodes),
-            {rule: one.sources for rule, one in again[0].items()} if again else {},
+            {rule: one.sources for rule, one in again[0].runs[0].items()} if again else {},
         )
         shapes, of_experts, frozen = _parameters(first, stage, in_parts=bool(experts))
         sizes = tuple(map(prod, shapes))
@@ -575,18 +618,31 @@ class _KindCosts:
             )
         return tuple(found)
 
-    def _under_rules(self, again: Sequence[Mapping[Recompute, Again]], *, sent: bool) -> tuple[RuleCosts, ...]:
-        """Memory under each rule; *sent* as in `variant`."""
-        found, counted = [], (self.counted[0], self.counted[len(self.models) - 1])
-        for rule in again[0] if again else ():
-            runs = [one[rule] for one in again]
-            kept = self._amount([run.kept if sent else run.kept - run.sent for run in runs], counted)
-            working: tuple[Amount, ...] = ()
-            if len({len(run.alive) for run in runs}) == 1:
-                moments = dict.fromkeys(zip(*(run.alive for run in runs), strict=True))
-                working = _most_of([_without_all(self._amount(same, counted), [kept]) for same in moments])
-            found.append(RuleCosts(rule=rule, kept=kept, working=working))
+    def _under_rules(self, placings: Sequence[_Placing], *, sent: bool) -> tuple[RuleCosts, ...]:
+        """Memory under each rule; *sent* as in `variant`. Where a group may begin to place the layer in another way it
+        is the most of both."""
+        found = []
+        for rule in RECOMPUTES:
+            before: RuleCosts | None = None
+            for placing in placings:
+                if rule not in placing.runs[0]:
+                    continue
+                costs = self._ruled(rule, placing, sent=sent)
+                if before is not None and placing.since < placing.rows:
+                    found.append(_most_of_both(before, costs, placing.since * self.dtype.itemsize))
+                found.append(costs)
+                before = costs
         return tuple(found)
+
+    def _ruled(self, rule: Recompute, placing: _Placing, *, sent: bool) -> RuleCosts:
+        runs = [one[rule] for one in placing.runs]
+        kept = self._amount([run.kept if sent else run.kept - run.sent for run in runs], placing.counted)
+        working: tuple[Amount, ...] = ()
+        if len({len(run.alive) for run in runs}) == 1:
+            moments = dict.fromkeys(zip(*(run.alive for run in runs), strict=True))
+            working = _most_of([_without_all(self._amount(same, placing.counted), [kept]) for same in moments])
+        least = 0 if placing.rows == 1 else placing.rows * self.dtype.itemsize
+        return RuleCosts(rule=rule, kept=kept, working=working, least=least, multiple=placing.multiple)
 
     def _working(self, runs: Sequence[Sequence[Traffic]], saved: Sequence[Saved]) -> tuple[Amount, ...]:
         """Live memory besides saved activations, at each moment; none if the moments depend on the number of rows."""
@@ -594,6 +650,56 @@ class _KindCosts:
             return ()
         kept = [value.size for value in saved]
         return _most_of([_without_all(self._amount(same), kept) for same in dict.fromkeys(zip(*runs, strict=True))])
+
+
+class _Placing(NamedTuple):
+    """A way in which a tensor group places a layer under rules of recompute.
+
+    Attributes:
+        since: rows of a micro-batch from which it may be so.
+        rows: from which it is.
+        multiple: devices that divide the rows.
+        counted: rows of the runs.
+        runs: for each of these, by rule.
+    """
+
+    since: int
+    rows: int
+    multiple: int
+    counted: tuple[int, int]
+    runs: Sequence[Mapping[Recompute, Again]]
+
+
+def _changes(is_other: Callable[[int, int], bool], low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Changes between two powers of two: the number after the last power with which something is as before, and the
+    first power with which it is not. Between powers that are alike it is taken not to change.
+
+    >>> list(_changes(lambda one, other: (one < 5) != (other < 5), 1, 64))
+    [(5, 8)]
+    """
+    if not is_other(low, high):
+        return
+    if high == 2 * low:
+        yield low + 1, high
+        return
+    middle = low << ((high // low).bit_length() // 2)
+    yield from _changes(is_other, low, middle)
+    yield from _changes(is_other, middle, high)
+
+
+def _most_of_both(one: RuleCosts, other: RuleCosts, least: int) -> RuleCosts:
+    """Costs that are no less than either, for any number of rows."""
+
+    def most(a: Affine, b: Affine) -> Affine:
+        return Affine(max(a.fixed, b.fixed), max(a.per_row, b.per_row))
+
+    kept = Amount(
+        elements=most(one.kept.elements, other.kept.elements),
+        bytes=most(one.kept.bytes, other.kept.bytes),
+    )
+    working = (*one.working, *other.working) if one.working and other.working else ()
+    multiple = max(one.multiple, other.multiple)
+    return RuleCosts(rule=other.rule, kept=kept, working=working, least=least, multiple=multiple)
 
 
 def _number(value: Fraction | int) -> float:

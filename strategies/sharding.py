@@ -340,6 +340,7 @@ class _Solver:
                 found,
                 lambda state, cost: cost,
                 lambda value, have, want: self.emulate(have, want, self.describe(value)),
+                lambda value: value in self.weights,
             )
         best_key = min(beam, key=lambda key: beam[key][0] + self._final_cost(zip(live, key, strict=True)))
         cost, path = beam[best_key]
@@ -417,7 +418,7 @@ class _Solver:
                     if key not in found or total < found[key][0]:
                         found[key] = (total, (path, number))
             live = step.live
-            beam = undominated(live, found, partial(prices.hoped, live), prices.emulate)
+            beam = undominated(live, found, partial(prices.hoped, live), prices.emulate, prices.is_stored)
         ends = []
         for state, (cost, path) in beam.items():
             decisions: list[int] = []
@@ -560,6 +561,10 @@ class _SegmentPrices:
     def hoped(self, live: Sequence[int], state: Sequence[int], cost: float) -> float:
         """Price of a state with what its live values will cost."""
         return cost + sum(map(self.pending, live, state))
+
+    def is_stored(self, value: int) -> bool:
+        """Whether a value is a parameter that may be sharded, which is then never gathered."""
+        return bool(self.info[value][2] == "P")
 
     def _emulate(self, value: int, have: int, want: int) -> float:
         """Price of bridging a value from one set of placements to all of another."""

@@ -15,7 +15,7 @@ from whale.ir.placement import Placement
 __all__ = ["BEAM", "Canonical", "Known", "Priced", "State", "canonical", "undominated", "with_gradient"]
 
 BEAM = 24
-"""Number of states that are kept."""
+"""Number of states that are kept, of those that store the same matrices in the same way."""
 
 Canonical = tuple[str, int, int]
 """A placement as a tuple: kind, dim, factor (or, inside a segment, the factor's number)."""
@@ -66,17 +66,26 @@ def undominated(
     found: Mapping[Any, tuple[float, Any]],
     rank: Callable[[Any, float], float],
     emulate: Callable[[V, Any, Any], float],
+    is_stored: Callable[[V], bool],
 ) -> dict[Any, tuple[float, Any]]:
-    """The states that no cheaper state dominates, at most :data:`BEAM`, best first.
+    """The states that no cheaper state dominates, best first, and at most :data:`BEAM` for each way to place the values
+    that are stored.
 
     A state has the placements of each of the *values*; *emulate* prices what it takes to have a value placed as in
     another. This is sound: a dominated state's continuation is available to the dominating state at the same price.
+    What *is_stored* is never moved, so no state stands for those that store it otherwise: a matrix that the first and
+    the last operator read is cut for both, and what suits the last shows at the end.
     """
     ordered = sorted((rank(state, one[0]), one[0], i, state) for i, (state, one) in enumerate(found.items()))
     differing = [i for i in range(len(values)) if len({state[i] for state in found}) > 1]
     differ = [values[i] for i in differing]
+    stored = [i for i in differing if is_stored(values[i])]
+    num: dict[tuple[Any, ...], int] = {}
     kept: list[tuple[float, Any, list[Any]]] = []
     for _, cost, _, state in ordered:
+        ways = tuple([state[i] for i in stored])
+        if num.get(ways, 0) == BEAM:
+            continue
         own = [state[i] for i in differing]
         for other, _, placed in kept:
             gap = cost - other
@@ -91,6 +100,5 @@ def undominated(
                 break
         else:
             kept.append((cost, state, own))
-            if len(kept) == BEAM:
-                break
+            num[ways] = num.get(ways, 0) + 1
     return {state: found[state] for _, state, _ in kept}

@@ -30,6 +30,7 @@ from whale.planner.cost.memory import (
     run_state_bytes,
     run_working_bytes,
     state_bytes,
+    under_rule,
     working_bytes,
 )
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -245,7 +246,8 @@ class LayerCosts:
 
     def kept(self, kind: int, type_: DeviceType, degrees: Degrees, rows: float) -> float:
         """Bytes that a micro-batch of *rows* rows on a device saves of a layer for its backward."""
-        return self._amounts(kind, type_, degrees)[0](rows)
+        amounts, multiple = self._amounts(kind, type_, degrees, rows)
+        return amounts[0](-(-rows // multiple) * multiple if multiple > 1 else rows)
 
     def casts(self, layers: Iterable[int], degrees: Degrees) -> float:
         """Bytes of casts of the parameters of *layers* to the precision of autocast, one of each: micro-batches that
@@ -258,23 +260,34 @@ class LayerCosts:
 
     def working(self, kind: int, type_: DeviceType, degrees: Degrees, rows: float) -> float:
         """Bytes that a layer needs beside them while it runs."""
-        return self._amounts(kind, type_, degrees)[1](rows)
+        amounts, multiple = self._amounts(kind, type_, degrees, rows)
+        return amounts[1](-(-rows // multiple) * multiple if multiple > 1 else rows)
 
     def hosted(self, kind: int, type_: DeviceType, degrees: Degrees, rows: float) -> float:
         """Bytes that it saves in the host's memory."""
-        return self._amounts(kind, type_, degrees)[2](rows)
+        return self._amounts(kind, type_, degrees, rows)[0][2](rows)
 
-    def _amounts(self, kind: int, type_: DeviceType, degrees: Degrees) -> tuple[Affine, Largest, Affine]:
+    def _amounts(
+        self, kind: int, type_: DeviceType, degrees: Degrees, rows: float
+    ) -> tuple[tuple[Affine, Largest, Affine], int]:
+        """Amounts that a layer keeps, works with and has on the host, by the rows of micro-batches that are placed as
+        one of *rows* rows is; and the number of devices that divide these."""
         hosted = self.stack.activations_on_host
-        key = (kind, type_, degrees, self.stack.recompute, hosted)
+        given, precision = self.profile.kinds[kind], self.precision
+        rule: Recompute = self._recompute(kind) if self.runs else "none"
+        variant = variant_of(given, *degrees) if self.runs and given.variants else None
+        ruled = under_rule(variant, rule, rows * precision.element_bytes) if variant and variant.rules else None
+        key = (kind, type_, degrees, self.stack.recompute, hosted, ruled.least if ruled else 0)
         if key not in self.memo.amounts:
-            given, precision = self.profile.kinds[kind], self.precision
             how: dict[str, Any] = {"tensor_degree": degrees[0], "precision": precision}
             if self.runs:
                 costs = costs_of(self.optimizer)
                 one_by_one = costs.one_by_one if type_.is_processor or costs.steps_one_by_one else 0
-                how |= {"expert_degree": degrees[1], "recompute": self._recompute(kind)}
-                both = run_kept_bytes(given, **how), run_working_bytes(given, **how, one_by_one=one_by_one)
+                how |= {"expert_degree": degrees[1], "recompute": rule}
+                both = (
+                    run_kept_bytes(given, **how, rows=rows),
+                    run_working_bytes(given, **how, one_by_one=one_by_one, rows=rows),
+                )
                 found = run_hosted(given, *both, **how) if hosted else (*both, Affine(0.0, 0.0))
             else:
                 how |= {
@@ -285,7 +298,7 @@ class LayerCosts:
                 }
                 found = kept_bytes(given, **how), working_bytes(given, **how), Affine(0.0, 0.0)
             self.memo.amounts[key] = found
-        return self.memo.amounts[key]
+        return self.memo.amounts[key], ruled.multiple if ruled else 1
 
     def output_bytes(self, layer: int, rows: float) -> float:
         """Output bytes of a layer (a position in the chain) for the given rows."""

@@ -40,6 +40,7 @@ __all__ = [
     "run_working_bytes",
     "sharded_bytes",
     "state_bytes",
+    "under_rule",
     "wasted_share",
     "working_bytes",
 ]
@@ -375,9 +376,10 @@ def run_kept_bytes(
     expert_degree: int = 1,
     precision: Precision,
     recompute: Recompute = "none",
+    rows: float = 0.0,
 ) -> Affine:
     """Saved activations of one micro-batch in a layer, by its rows: everything that autograd saves, or what a rule
-    keeps.
+    keeps of micro-batches like one of *rows* rows.
 
     Raises:
         UsageError: the profile does not say it.
@@ -391,7 +393,7 @@ def run_kept_bytes(
         kept = kind.output if recompute == "full" else kind.activations or Amount()
         return _bytes(kept, precision.element_bytes)
     variant = variant_of(kind, tensor_degree, expert_degree)
-    if (ruled := _under(variant, recompute)) is not None:
+    if (ruled := under_rule(variant, recompute, rows * precision.element_bytes)) is not None:
         return _bytes(ruled.kept, precision.element_bytes)
     sizes = [_bytes(value.size, precision.element_bytes) for value in variant.saved]
     return Affine(sum(size.fixed for size in sizes), sum(size.per_row for size in sizes))
@@ -429,9 +431,11 @@ def run_hosted(
     return Affine(kept.fixed, 0.0), Largest(amounts), moved
 
 
-def _under(variant: LayerVariant, recompute: Recompute) -> RuleCosts | None:
-    """Memory of a layer under a rule that changes it; None if it does not."""
-    return next((one for one in variant.rules if one.rule == recompute), None)
+def under_rule(variant: LayerVariant, recompute: Recompute, size: float) -> RuleCosts | None:
+    """Memory of a layer under a rule that changes it, for micro-batches of a *size*: rows times the bytes of an
+    element; None if it does not."""
+    found = [one for one in variant.rules if one.rule == recompute]
+    return max((one for one in found if one.least <= size), key=lambda one: one.least, default=None)
 
 
 def message_bytes(entering: Any, leaving: Any, held: int) -> Any:
@@ -448,10 +452,11 @@ def run_working_bytes(
     precision: Precision,
     one_by_one: int = 0,
     recompute: Recompute = "none",
+    rows: float = 0.0,
 ) -> Largest:
     """Temporary bytes of a layer while it runs, forward or backward, by its rows, including the gradient of a weight
-    before it is accumulated, and what it computes again; or those of the optimizer, if it needs *one_by_one* tensors of
-    the size of a parameter.
+    before it is accumulated, and what it computes again of micro-batches like one of *rows* rows; or those of the
+    optimizer, if it needs *one_by_one* tensors of the size of a parameter.
 
     Profiles that do not say it have an estimate.
     """
@@ -460,12 +465,17 @@ def run_working_bytes(
         again = _bytes(kind.activations or Amount(), precision.element_bytes)
         return Largest((nothing, again) if recompute == "full" else (nothing,))
     variant, size = variant_of(kind, tensor_degree, expert_degree), precision.element_bytes
-    ruled = _under(variant, recompute)
+    ruled = under_rule(variant, recompute, rows * size)
     found = tuple(_bytes(amount, size) for amount in (variant.working if ruled is None else ruled.working))
     if not found:
         found = working_bytes(kind, tensor_degree=tensor_degree, precision=precision, fused_attention=True).amounts
     kept = run_kept_bytes(
-        kind, tensor_degree=tensor_degree, expert_degree=expert_degree, precision=precision, recompute=recompute
+        kind,
+        tensor_degree=tensor_degree,
+        expert_degree=expert_degree,
+        precision=precision,
+        recompute=recompute,
+        rows=rows,
     )
     stepping = Affine(one_by_one * variant.largest * size - kept.fixed, -kept.per_row)  # what is kept is gone by then
     return Largest((nothing, *found, stepping))

@@ -15,6 +15,7 @@ from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.strategies import sharding
 from whale.strategies.dry_run import TaskCalls, dry_run
+from whale.strategies.states import BEAM, undominated
 
 
 def gpt2(layers: int = 2, hidden: int = 64, heads: int = 4, vocabulary: int = 4001, **settings: Any) -> nn.Module:
@@ -65,6 +66,20 @@ def test_the_tied_vocabulary_is_cut_once_and_logits_are_never_gathered() -> None
     solved = solve(gpt2(), tokens(4, 8), SPLIT)
     assert solved.stored("transformer.wte.weight") == "S(0)"
     assert "all_gather" not in solved.forward
+
+
+def test_a_way_to_store_a_matrix_stays_until_its_last_reader_shows_what_it_is_worth() -> None:
+    cheap = {(0, place): (1.0, place) for place in range(2 * BEAM)}  # the matrix, and a value that may be anywhere
+    dear = {(1, 0): (100.0, "vocabulary")}
+    kept = undominated(
+        ["matrix", "value"],
+        cheap | dear,
+        lambda state, cost: cost,
+        lambda value, have, want: 1e15 if value == "matrix" else 1.0,
+        lambda value: value == "matrix",
+    )
+    assert len(kept) == BEAM + 1
+    assert (1, 0) in kept
 
 
 def test_heads_are_cut_whole_in_proportion_to_speed() -> None:

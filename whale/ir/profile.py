@@ -142,15 +142,22 @@ class Saved(Record):
 class RuleCosts(Record):
     """Memory of a layer whose backward computes values again, as Whale runs it.
 
+    A tensor group places a layer in other ways where a micro-batch is large, because messages then cost more than their
+    start-up; each way has its own costs.
+
     Attributes:
         rule: that says what is kept; ``none`` where the model has checkpoints of torch.
         kept: activations of each micro-batch between forward and backward.
         working: temporary memory besides, as in `LayerVariant`.
+        least: size of a micro-batch from which this holds: its rows times the bytes of an element.
+        multiple: devices that divide the rows of a micro-batch, of which the fullest counts; 1: they all have all.
     """
 
     rule: Recompute
     kept: Amount
     working: tuple[Amount, ...] = ()
+    least: int = 0
+    multiple: int = 1
 
 
 class LayerVariant(Record):
