@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from whale.runtime.collectives import Bridge
 from whale.runtime.derivative import OnTape, from_tape, laid_out
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, ShapeAndDtype, Source
 from whale.runtime.recording import recorded
@@ -101,11 +102,13 @@ class _Written:
         node.meta["source"] = self.source
         return node
 
-    def copy(self, node: fx.Node, trace: Trace, read: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """A node of a trace."""
+    def copy(self, node: fx.Node, trace: Trace, read: Callable[[fx.Node], fx.Node], call: Call) -> fx.Node:
+        """A node of the trace of a call."""
         if node.target is recorded:
             tensors, number = node.args
             module = trace.modules[number]  # type: ignore[index]
+            if isinstance(call.module, Bridge):
+                module = module.named(module.value + call.module.value)
             return self.module(module, tuple(read(x) for x in tensors))  # type: ignore[union-attr, arg-type]
         if (module := node.meta.get("module")) is not None:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), read)
@@ -243,7 +246,7 @@ class _Differentiation:
 
         for each in trace.graph.nodes:
             if each.op not in ("placeholder", "output") and each not in trace.forward:
-                inner[each] = self.backward.copy(each, trace, read)
+                inner[each] = self.backward.copy(each, trace, read, call)
         for x, found in zip(operands, trace.gradients, strict=True):
             if found is not None:
                 self._add(self._place(x), _Gradient(read(found), found.meta["val"]))
@@ -340,7 +343,7 @@ class _Differentiation:
                 inner = dict(zip(trace.placeholders, tensors, strict=False))
                 for each in trace.graph.nodes:
                     if each in trace.forward:
-                        env[node, each] = inner[each] = self.forward.copy(each, trace, inner.__getitem__)
+                        env[node, each] = inner[each] = self.forward.copy(each, trace, inner.__getitem__, call)
                 env |= {(node, i): inner[x] for i, x in enumerate(trace.results) if x is not None}
                 continue
             if node in self.traces:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.graph.row_wise import by_target
+from whale.runtime.collectives import Bridge
 from whale.runtime.local_program import LocalCode
 from whale.runtime.random import SeededCall
 from whale.runtime.recording import recorded, recording
@@ -176,9 +177,11 @@ _MOST_KNOWN = 1024
 
 
 def known_call(call: Call, tensors: Sequence[Tensor]) -> Known:
-    """The facts of a call with tensors like these; modules are not compared."""
+    """The facts of a call with tensors like these; of modules only bridges are compared, whose names are not."""
     given = (torch.get_default_dtype(), _frozen((call.args, call.kwargs)), *map(Kind.of, tensors))
-    key = None if call.module is not None else (call.target, *given)
+    module = call.module
+    target = (type(module), module.conversion) if isinstance(module, Bridge) else call.target
+    key = (target, *given) if module is None or isinstance(module, Bridge) else None
     if key in _known:
         return _known[key]
     with recording(), _fakes, torch.enable_grad():
@@ -205,6 +208,8 @@ def traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | N
     Returns:
         None if it cannot be traced.
     """
+    if isinstance(call.module, Bridge):  # equal ones share the trace, whose exchanges get the name of each
+        call = Call(Bridge(call.module.conversion), call.args, call.kwargs)
     if call.target in by_target:  # a script's own backward may do anything, such as print
         return None
     if isinstance(call.module, FusedCall) and call.module.is_opaque:

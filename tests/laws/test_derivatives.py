@@ -13,6 +13,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tests.operator_samples import samples
+from whale.ir.placement import Placement
+from whale.runtime.collectives import Bridge, Conversion, Exchange
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph
 from whale.strategies import differentiation
 from whale.strategies.differentiation import differentiated
@@ -256,3 +258,20 @@ def test_equal_operators_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> Non
     tensors = [leaf(3, 7), *(leaf(7, 7) for _ in range(6))]
     check(graph_of(tensors, chain, received=(0,)), tensors)
     assert len(calls) <= 3  # a linear, a tanh, and the last tanh, whose gradient is given
+
+
+def test_equal_bridges_are_traced_once_and_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(differentiation, "traced", lambda *given: calls.append(given) or traced(*given))
+    summed = Conversion(Placement("P"), Placement("R"), None, None, (0, 1), 0)
+    x = fake_like((3, 4), torch.float64, torch.device("cpu"), requires_grad=True)
+    root, graph = nn.Module(), fx.Graph()
+    place = graph.placeholder("x")
+    for name in ("first", "second"):
+        root.add_module(name, Bridge(summed, name))
+        place = graph.call_module(name, (place,))
+    graph.output((place,))
+    found = differentiated(LocalGraph(LocalCode(root, graph), [("parameter", "x")]), [x], 1, [x.detach()])
+    modules = [*found.forward.root.children(), *found.backward.code.root.children()]
+    assert [one.value for one in modules if isinstance(one, Exchange)] == ["first", "second"]
+    assert len(calls) == 1

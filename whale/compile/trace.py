@@ -76,6 +76,11 @@ class Traced:
         return {}
 
     @cached_property
+    def communicating(self) -> dict[Hashable, frozenset[int]]:
+        """Cached axes of meshes along which the programs of placed stages communicate."""
+        return {}
+
+    @cached_property
     def units(self) -> int:
         """Independent rows of the batch; 1 if the batch cannot be divided."""
         return self.analysis.factors.size(self.analysis.batch_factor) if self.analysis.batch_factor >= 0 else 1

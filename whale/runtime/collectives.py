@@ -96,6 +96,19 @@ class Exchange(CollectiveModule):
             self.op, x, self.index, self.source, self.target, self.group, self.value, self.reuse, self.reduction
         )
 
+    def named(self, value: str) -> Exchange:
+        """The same exchange of something with another name."""
+        return Exchange(
+            self.op,
+            self.ranks,
+            self.index,
+            source=self.source,
+            target=self.target,
+            value=value,
+            reuse=self.reuse,
+            reduction=self.reduction,
+        )
+
     def without_data(self, x: Tensor) -> Tensor:
         """An empty tensor of the result's shape."""
         shape = list(x.shape)
