@@ -31,7 +31,7 @@ GRACE_SECONDS = 20.0
 
 
 class Ended(NamedTuple):
-    """What processes wrote, in the order of their ranks, and the first exit code that is not 0."""
+    """Output of processes, in the order of their ranks, and the first exit code that is not 0."""
 
     returncode: int
     stdout: str

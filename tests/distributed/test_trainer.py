@@ -111,7 +111,7 @@ def history(trainer: Any) -> list[dict[str, float]]:
 
 
 def losses(trainer: Any) -> list[dict[str, float]]:
-    """Of the steps after the checkpoint."""
+    """Losses of the steps after the checkpoint."""
     found = [entry for entry in history(trainer) if "loss" in entry and entry["step"] > 2]
     assert len(found) == 2
     return found
@@ -149,7 +149,7 @@ def parallel(folder: str, layout: str, micro_batches: int = 1, **options: Any) -
 
 
 class Expected(NamedTuple):
-    """What the plain Trainer has after its run."""
+    """A run of the plain Trainer."""
 
     history: list[dict[str, float]]
     weights: dict[str, torch.Tensor]
