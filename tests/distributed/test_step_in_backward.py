@@ -66,7 +66,7 @@ def both(world: World | None, name: str, kind: str, options: dict[str, Any], opt
 class Counting(torch.optim.SGD):
     """Counts its steps in a group, as some optimizers of scripts do."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
         return super().step(closure)

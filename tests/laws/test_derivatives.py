@@ -261,8 +261,13 @@ def test_equal_operators_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_equal_bridges_are_traced_once_and_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(differentiation, "traced", lambda *given: calls.append(given) or traced(*given))
+    calls: list[Any] = []
+
+    def counted(*given: Any) -> Any:
+        calls.append(given)
+        return traced(*given)
+
+    monkeypatch.setattr(differentiation, "traced", counted)
     summed = Conversion(Placement("P"), Placement("R"), None, None, (0, 1), 0)
     x = fake_like((3, 4), torch.float64, torch.device("cpu"), requires_grad=True)
     root, graph = nn.Module(), fx.Graph()

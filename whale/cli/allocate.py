@@ -89,10 +89,11 @@ def _captured(job: Job, cluster: Cluster) -> ModelProfile:
     """The profile of a job's model."""
     from whale.cli.model_loader import load_model
     from whale.cli.search import SearchedModel
+    from whale.compile.compile import Options
 
     assert job.model is not None
     loaded = load_model(job.model, dict(job.set), batch_size=max(job.batch), device="meta")
-    model = SearchedModel.of(loaded, None, cluster, job.precision, job.optimizer, (), None, rules=False)
+    model = SearchedModel.of(loaded, None, cluster, job.precision, job.optimizer, (), Options(), rules=False)
     return model.profile
 
 

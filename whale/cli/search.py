@@ -52,6 +52,7 @@ from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 if TYPE_CHECKING:
     from whale.commands.candidates import CandidateCompiler
     from whale.commands.searching import Searched
+    from whale.compile.compile import Options
     from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
     from whale.planner.search import Fixed, Memo, Progress, SearchSettings
@@ -200,8 +201,10 @@ def search(
     if spec is not None:
         loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
         rules = recompute not in ("auto", "none")
-        of_sums: dict[str, Any] = {"gradient_dtype": gradient_dtype, "step_in_backward": step_in_backward}
-        model = SearchedModel.of(loaded, profile, cluster, precision, optimizer, annotations, of_sums, rules=rules)
+        from whale.compile.compile import Options
+
+        options = Options(gradient_dtype=gradient_dtype, step_in_backward=step_in_backward)
+        model = SearchedModel.of(loaded, profile, cluster, precision, optimizer, annotations, options, rules=rules)
         profile = model.profile
     assert profile is not None
     autocast_of(precision, profile)
@@ -299,14 +302,13 @@ class SearchedModel:
         precision: str | None,
         optimizer: Any,
         annotations: Sequence[str],
-        of_sums: dict[str, Any],
+        options: Options,
         *,
         rules: bool,
     ) -> SearchedModel:
         """Capture what ``--model`` gave, in the precision that is asked for."""
         from whale.commands.automatic import search_inputs
         from whale.commands.candidates import CandidateCompiler, scopes_by, take_scopes
-        from whale.compile.compile import Options
 
         autocast = autocast_of(precision, profile)
         precision = in_precision(loaded, precision or autocast)
@@ -320,7 +322,7 @@ class SearchedModel:
             loaded.batch,
             name=loaded.name,
             optimizer=optimizer,
-            options=Options(precision=autocast, **of_sums),
+            options=replace(options, precision=autocast),
             precision="tf32" if precision == "tf32" else None,
         )
         inputs = search_inputs(trial, loaded.batch, cluster, scopes=scopes, profile=profile, rules=rules)
