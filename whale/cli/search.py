@@ -199,10 +199,10 @@ def search(
     chosen = cases[-1] if (output or record) is not None or len(cases) == 1 else None
     model = None
     if spec is not None:
-        loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
-        rules = recompute not in ("auto", "none")
         from whale.compile.compile import Options
 
+        loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
+        rules = recompute not in ("auto", "none")
         options = Options(gradient_dtype=gradient_dtype, step_in_backward=step_in_backward)
         model = SearchedModel.of(loaded, profile, cluster, precision, optimizer, annotations, options, rules=rules)
         profile = model.profile
