@@ -244,6 +244,33 @@ def test_an_index_of_an_enemy_is_refused(runs: Runs, copy: Path, index: dict[str
 
 
 @pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ([10], ["0-5", "0-5"]),
+        ([10], ["0-5", "4-9"]),
+        ([4, 4], ["0-2;0-4", "1-3;0-4"]),
+        ([4, 4], ["0-4;0-2", "0-2;2-4", "0-2;2-4"]),
+        ([4, 4], ["0-1,3-4;0-4", "0-2;0-4"]),
+    ],
+)
+def test_parts_that_overlap_leave_others_out_and_are_refused(copy: Path, shape: list[int], parts: list[str]) -> None:
+    """Their sizes are that of the tensor: what none of them has would be whatever was in the memory."""
+    given = [part(name="x", shape=shape, at=at, rows=99, offset=64) for at in parts]
+    forged(copy, index={"parts": given})
+    with pytest.raises(CheckpointError, match=r"the parts of model\.x are not all of its elements, each once"):
+        Reader(copy / step_name(2))
+
+
+def test_states_that_are_too_deep_are_refused(runs: Runs, copy: Path) -> None:
+    deep: Any = 0
+    for _ in range(400):
+        deep = [deep]
+    forged(copy, index={"values": {"random.python": {"": {"": deep}}}})
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        runs.load(copy)
+
+
+@pytest.mark.parametrize(
     "manifest",
     [
         {"step": -1},
