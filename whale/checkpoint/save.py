@@ -153,8 +153,9 @@ class _Saving(threading.Thread):
     def _write(self) -> None:
         """Write this rank's files; rank 0 makes the checkpoint when all ranks have."""
         rank = self.meeting.world.rank
-        folder = self._folder()
+        folder, digests = self._folder()
         try:
+            self.found.add_objects(rank, digests)
             digest = write_rank(folder, rank, self.found.pieces, self.found.groups, self.found.values)
             self.meeting.put(f"written/{rank}", [digest, ""])
         except Exception as error:
@@ -171,18 +172,18 @@ class _Saving(threading.Thread):
         if rank == 0:
             self._wait_until_seen()
 
-    def _folder(self) -> Path:
-        """The folder that rank 0 makes; what this rank writes in it is known then."""
+    def _folder(self) -> tuple[Path, dict[str, str]]:
+        """The folder that rank 0 makes, and the digests of its objects' states."""
         rank = self.meeting.world.rank
         if rank == 0:
             try:
+                digests = self.found.digests()
                 folder = folders.begin(self.directory, self.manifest.step)
             except Exception as error:  # the others wait
                 self.meeting.put("folder", ["", _said(error), {}])
                 raise self._failed(0, _said(error)) from error
-            self.meeting.put("folder", [folder.name, "", self.found.digests()])
-            self.found.add_objects(0, {})
-            return folder
+            self.meeting.put("folder", [folder.name, "", digests])
+            return folder, digests
         name, failure, digests = self.meeting.get("folder")
         if failure:
             raise self._failed(0, failure)
@@ -191,8 +192,7 @@ class _Saving(threading.Thread):
             failure = f"it does not see {folder}, which rank 0 has made: all hosts must share the directory"
             self.meeting.put(f"written/{rank}", ["", failure])
             raise self._failed(rank, failure)
-        self.found.add_objects(rank, digests)
-        return folder
+        return folder, digests
 
     def _complete(self, folder: Path) -> None:
         """Make the checkpoint, or delete what there is of it."""
