@@ -141,7 +141,7 @@ def test_a_state_whose_part_is_unknown_is_refused(worlds: Worlds, tmp_path: Path
 
 def other_states(world: World | None, folder: Path) -> dict[str, bool]:
     """An average of parameters, a wrapped object, and the loss scale."""
-    options = {} if world is None else {"zero": 3, "state_shares": [3, 1], "offload": "state"}
+    options: dict[str, Any] = {} if world is None else {"zero": 3, "state_shares": [3, 1], "offload": "state"}
     model, other = (small(precision="fp16", **options) for _ in range(2))
     model.loss_scaler.scale, model.loss_scaler.growth_tracker = 128.0, 5
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
