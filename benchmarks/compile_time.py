@@ -26,7 +26,7 @@ TARGET = 1.25
 
 
 def seconds() -> tuple[float, float]:
-    """Of the clock, and of the processor, compilers included."""
+    """Seconds of the clock, and of the processor with those of compilers."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return time.perf_counter(), sum(each.ru_utime + each.ru_stime for each in used)
 
