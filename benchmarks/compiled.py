@@ -3,21 +3,57 @@
     python benchmarks/compiled.py --write 2026-11-26
 
 GPT-2 in one process with one thread. Whale compiles the operators between collectives, layer by layer, so that equal
-layers are compiled once; torch.compile compiles the whole model. Products of matrices are the same kernels in all.
+layers are compiled once; torch.compile compiles the whole model. Products of matrices are the same kernels in all, so
+that wider models gain less: the last rows of a size are torch.compile of the local model against the model itself, and
+the products of a step alone, which no compiler makes faster, against Whale's step without compile.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from harness import HEAD, arguments, report, side_by_side, table
 from models import batch, gpt2
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import whale
 
 WIDTHS = (64, 256)
+
+aten = torch.ops.aten
+
+
+class _Products(TorchDispatchMode):
+    """The products of matrices that run, and the shapes of their operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[object, tuple[tuple[torch.Size, tuple[int, ...]], ...]]] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.overloadpacket in (aten.mm, aten.addmm, aten.bmm):
+            self.calls[func.overloadpacket, tuple((x.shape, x.stride()) for x in args)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def products(step: Callable[[], object]) -> Callable[[], None]:
+    """The products of a step, on tensors in the layouts of theirs."""
+    with _Products() as mode:
+        step()
+    calls = [
+        (operator, [torch.empty_strided(*kind).normal_() for kind in kinds], count)
+        for (operator, kinds), count in mode.calls.items()
+    ]
+
+    def run() -> None:
+        for operator, operands, count in calls:
+            for _ in range(count):
+                operator(*operands)
+
+    return run
 
 
 def main() -> None:
@@ -25,9 +61,11 @@ def main() -> None:
     torch.set_num_threads(1)
     whole, rows = batch(8, 128), []
     for width in WIDTHS:
+        if options.only not in f"{width} wide":
+            continue
         build = partial(gpt2, width=width, layers=2)
         compiled, eager = (whale.parallelize(build(), whole, device="cpu", compile=asked) for asked in (True, False))
-        local = torch.compile(build())
+        local, itself = torch.compile(build()), build()
 
         def step(model: whale.ParallelModule) -> Callable[[], None]:
             return lambda: (model.zero_grad(), model.train_step(**whole))
@@ -40,6 +78,14 @@ def main() -> None:
         for case, other, target in (("eager", step(eager), 0.85), ("torch.compile", plain, 1.0)):
             row = side_by_side(f"against {case}, {size}", step(compiled), other, repeats=options.repeats, target=target)
             rows.append(row.cells())
+        mine = step(eager)
+        others = (
+            ("torch.compile against the model itself", plain, partial(plain, itself)),
+            ("products alone, against eager", products(mine), mine),
+        )
+        for case, one, other in others:
+            row = side_by_side(f"{case}, {size}", one, other, repeats=options.repeats, target=1.0).cells()
+            rows.append((*row[:-2], "", ""))
     report("compiled", options, table((HEAD[0], "compiled", "other", "compiled / other", *HEAD[4:]), rows))
 
 

@@ -64,14 +64,19 @@ def arguments(description: str, **repeats: int) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def free_port() -> int:
+    """A free port of this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 def on_two_ranks() -> None:
     """Start this file again as two ranks, unless it is one already; then join the other."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         command = [
             sys.executable,
             "-m",
@@ -79,7 +84,7 @@ def on_two_ranks() -> None:
             "--nproc-per-node",
             "2",
             "--master-port",
-            port,
+            str(free_port()),
             *sys.argv,
         ]
         raise SystemExit(subprocess.call(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}))

@@ -94,7 +94,7 @@ class CpuRecorder:
         return x.detach()
 
     def _left(self) -> list[Tensor]:
-        """The lent tensors that nobody else has."""
+        """The lent tensors of which only the recorder has the memory."""
         return [x for x in self.lent if _uses(x) == self.held[_memory(x)]]
 
 

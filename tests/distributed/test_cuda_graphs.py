@@ -38,7 +38,7 @@ def ranks() -> Iterator[Two]:
 
 
 class Found(NamedTuple):
-    """What recorded steps made otherwise than others, how many pieces they recorded and replayed, and warnings."""
+    """Differences of recorded steps from others, the numbers of pieces recorded and replayed, and warnings."""
 
     wrong: list[str]
     num_recorded: int

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import whale
+from tests.small_models import decoder, tokens
 
 
 class Model(nn.Module):
@@ -63,3 +65,24 @@ def test_hooks_of_saved_tensors_see_what_a_step_keeps() -> None:
     assert len(packed) >= 3
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_of_gradients_takes_as_many_operators_for_any_number_of_them() -> None:
+    counts = []
+    for layers in (1, 6):
+        model = whale.parallelize(decoder(layers=layers), tokens(), device="cpu")
+        model.train_step(**tokens())
+        with Operators() as mode:
+            model._whale.engine.gradient_norm()
+        counts.append(mode.count)
+    assert counts[0] == counts[1]

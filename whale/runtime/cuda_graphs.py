@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -92,8 +93,11 @@ class CudaRecorder:
                 pairs = zip(operands, fixed, strict=True)
                 own = [x if stays else torch.empty_strided(x.shape, x.stride(), **_kind(x)) for x, stays in pairs]
                 results = function(*own)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # that the recording is invalid, which the first error explains
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         current.wait_stream(self._stream)
         for x, to, stays in zip(operands, own, fixed, strict=True):
             if not stays:

@@ -600,10 +600,14 @@ class Engine:
                 continue
             gradients.append(tensor.grad)
         found = torch._foreach_norm(gradients, norm_type) if gradients else ()
-        norms = [norm.to(self.world.device, torch.float64) for norm in found]
-        terms = [norm if norm_type == torch.inf else norm**norm_type for norm in norms]
-        stacked = torch.stack([torch.zeros((), dtype=torch.float64, device=self.world.device), *terms])
-        total = stacked.max() if norm_type == torch.inf else stacked.sum()
+        kinds: dict[Any, list[Tensor]] = {}
+        for norm in found:
+            kinds.setdefault((norm.dtype, norm.device), []).append(norm)
+        # stacked before all else, which is then one operator for all of them
+        norms = [torch.stack(of).to(self.world.device, torch.float64) for of in kinds.values()]
+        terms = norms if norm_type == torch.inf else [of**norm_type for of in norms]
+        joined = torch.cat([torch.zeros(1, dtype=torch.float64, device=self.world.device), *terms])
+        total = joined.max() if norm_type == torch.inf else joined.sum()
         if self.world.size > 1:
             summed = self._sum(total, "the norm of gradients, as of clip_grad_norm_")
             if norm_type == torch.inf:
