@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import permutations
 from math import inf, prod
@@ -40,6 +41,7 @@ from whale.planner.search.space import Chain, Mesh
 __all__ = ["DeviceCountProgram", "GroupedStages", "Option", "StageGroup"]
 
 Parts = np.ndarray[Any, np.dtype[np.int32]]
+Bounds = np.ndarray[Any, np.dtype[np.float64]]
 
 
 MOST_TRACED = 3
@@ -124,8 +126,7 @@ class DeviceCountProgram:
         for depth in range(1, max_stages + 1):
             if (self.micro_batches - 1) * self.bounds[0] + depth * self.even > self.within:
                 break
-            reached = np.minimum.reduceat(self._reached(slice(columns), depth), self.begins, axis=0)
-            level = self._next(self.levels[-1], reached, found[:, :columns])
+            level = self._next(self.levels[-1], self._reached_by_units(columns, depth), found[:, :columns])
             if not len(level.states):
                 break
             self.levels.append(level)
@@ -155,22 +156,22 @@ class DeviceCountProgram:
         _, depth, bound = self._done[place]
         low, high = self.bounds[max(0, bound - 1)], self.bounds[bound]
         if high > COARSE * low:
-            finer = DeviceCountProgram(
-                self.options,
-                self.quotas,
-                self.chain,
-                micro_batches=self.micro_batches,
-                schedule=self.schedule,
-                bounds=np.geomspace(low, high, FINER + 1)[1:].tolist(),
-                even=self.even,
-                within=inf,
-                max_stages=depth,
-            )
-            return finer.at(0)
+            return self._with_bounds(np.geomspace(low, high, FINER + 1)[1:], depth).at(0)
         level = self.levels[depth]
         state = int(level.states[np.flatnonzero(level.first[:, bound] == 0)[-1]])
         reached = [self._reached(slice(bound, bound + 1), later)[:, 0] for later in range(1, depth + 1)]
         return list(dict.fromkeys(self._traced(reached, state, bound, last) for last in (0, -1)))
+
+    def _with_bounds(self, bounds: Bounds, max_stages: int) -> DeviceCountProgram:
+        """The same program for other bounds, none of which is above those of this one."""
+        found = copy(self)
+        for known in ("_sequences", "_in_time", "_loose"):
+            found.__dict__.pop(known, None)
+        found.bounds, found.within = bounds, inf
+        found.levels = [_Level(self.levels[0].states, self.levels[0].first[:, :1].repeat(len(bounds), axis=1))]
+        found.by_time = np.stack([found._by_time(option.costs) for option in self.options])
+        found._solve(max_stages)
+        return found
 
     def _by_time(self, costs: MeshCosts) -> Parts:
         """For each bound and end of a stage the first part that it reaches back to in time."""
@@ -188,15 +189,38 @@ class DeviceCountProgram:
         """`_by_time` of all options for some bounds, within memory and constraints; a last column means unreachable."""
         found = self._in_time[:, columns]
         if len(self.tight):
-            nowhere, first = len(self.chain) + 1, self.by_time[self.tight, columns]
-            held = in_flight(self.schedule, depth, 0, self.micro_batches)
-            if held not in self._memory:
-                memory = [self.options[place].costs.reach(held) for place in self.tight]
-                self._memory[held] = np.stack(memory).astype(np.int32)[:, None, :]
-            first = np.maximum(first, self._memory[held])
             found = found.copy()
-            found[self.tight, :, :nowhere] = np.where(first < np.arange(nowhere), first, nowhere)
+            found[self.tight, :, : len(self.chain) + 1] = self._held(columns, depth)
         return found
+
+    def _reached_by_units(self, columns: int, depth: int) -> Parts:
+        """The least of `_reached` over the options that take the same units, for the first bounds."""
+        found = self._loose[:, :columns]
+        if len(self.tight):
+            begins = np.flatnonzero(np.diff(self.group[self.tight], prepend=-1))
+            own, nowhere = self.group[self.tight[begins]], len(self.chain) + 1
+            held = np.minimum.reduceat(self._held(slice(columns), depth), begins, axis=0)
+            found = found.copy()
+            found[own, :, :nowhere] = np.minimum(found[own, :, :nowhere], held)
+        return found
+
+    def _held(self, columns: slice, depth: int) -> Parts:
+        """`_reached` of the options that memory may limit, without the last column."""
+        nowhere, held = len(self.chain) + 1, in_flight(self.schedule, depth, 0, self.micro_batches)
+        if held not in self._memory:
+            memory = [self.options[place].costs.reach(held) for place in self.tight]
+            self._memory[held] = np.stack(memory).astype(np.int32)[:, None, :]
+        first = np.maximum(self.by_time[self.tight, columns], self._memory[held])
+        found: Parts = np.where(first < np.arange(nowhere, dtype=np.int32), first, np.int32(nowhere))
+        return found
+
+    @cached_property
+    def _loose(self) -> Parts:
+        """The least of `_in_time` over the options that take the same units, of those that memory does not limit."""
+        found = self._in_time.copy()
+        found[self.tight] = len(self.chain) + 1
+        least: Parts = np.minimum.reduceat(found, self.begins, axis=0)
+        return least
 
     @cached_property
     def _in_time(self) -> Parts:
