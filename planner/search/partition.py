@@ -112,7 +112,11 @@ class DeviceCountProgram:
         self.units = np.array([units[at] for at in self.begins])
         self.steps = np.ravel_multi_index(tuple(self.units.T), sizes)
         self.group = np.repeat(np.arange(len(self.begins)), np.diff([*self.begins, len(units)]))
-        self.room = (self.coordinates + self.units[:, None, :] <= np.array(quotas)).all(axis=2)
+        room = (self.coordinates + self.units[:, None, :] <= np.array(quotas)).all(axis=2)
+        takes, sources = np.nonzero(room)  # one line for each state and what a further stage may take
+        order = np.argsort(sources + self.steps[takes], kind="stable")
+        self.takes, self.sources = takes[order], sources[order]
+        self.targets = self.sources + self.steps[self.takes]
         start = np.full((1, len(self.bounds)), len(chain), dtype=np.int32)
         self.levels = [_Level(np.zeros(1, dtype=np.int64), start)]
         self.by_time = np.stack([self._by_time(option.costs) for option in self.options])
@@ -120,13 +124,12 @@ class DeviceCountProgram:
         self._solve(max_stages)
 
     def _solve(self, max_stages: int) -> None:
-        found = np.full((len(self.coordinates), len(self.bounds)), len(self.chain) + 1, dtype=np.int32)
         done: list[tuple[float, int, int]] = []
         columns = len(self.bounds)
         for depth in range(1, max_stages + 1):
             if (self.micro_batches - 1) * self.bounds[0] + depth * self.even > self.within:
                 break
-            level = self._next(self.levels[-1], self._reached_by_units(columns, depth), found[:, :columns])
+            level = self._next(self.levels[-1], self._reached_by_units(columns, depth))
             if not len(level.states):
                 break
             self.levels.append(level)
@@ -235,22 +238,21 @@ class DeviceCountProgram:
         """Limits by memory of `tight` options, by the micro-batches in flight."""
         return {}
 
-    def _next(self, level: _Level, reached: Parts, found: Parts) -> _Level:
-        """One stage more: the least over all options, and the states from which something can still be reached.
-
-        *found* has room for all states; it is, and is left, without anything reached.
-        """
-        nowhere, columns = len(self.chain) + 1, np.arange(found.shape[1])
-        touched = np.zeros(len(found), dtype=bool)
-        for room, step, own in zip(self.room, self.steps, reached, strict=True):
-            fits = room[level.states]
-            after = level.states[fits] + step
-            found[after] = np.minimum(found[after], own[columns, level.first[fits, : len(columns)]])
-            touched[after] = True
-        states = np.flatnonzero(touched)
-        first = found[states]
-        found[states] = nowhere
-        some = (first < nowhere).any(axis=1)
+    def _next(self, level: _Level, reached: Parts) -> _Level:
+        """One stage more: the least over all units that it may take, and the states from which something can still be
+        reached; *reached* is `_reached_by_units`."""
+        columns, places = np.arange(reached.shape[1]), np.full(len(self.coordinates), -1)
+        places[level.states] = np.arange(len(level.states))
+        before = places[self.sources]
+        possible = np.flatnonzero(before >= 0)
+        if not len(possible):
+            return _Level(level.states[:0], level.first[:0])
+        first = level.first[before[possible], : len(columns)]
+        values = reached[self.takes[possible, None], columns, first]
+        targets = self.targets[possible]
+        begins = np.flatnonzero(np.diff(targets, prepend=-1))
+        first, states = np.minimum.reduceat(values, begins, axis=0), targets[begins]
+        some = (first <= len(self.chain)).any(axis=1)
         return _Level(states[some], first[some])
 
     def _traced(self, reached: Sequence[Parts], state: int, bound: int, tie: int) -> tuple[Mesh, ...]:

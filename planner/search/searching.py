@@ -164,8 +164,8 @@ def search(
         raise ended[0]
     if not found and untried:
         raise UsageError(
-            f"nothing fits by itself, and there was no time to try all that takes less memory: {settings.time_limit:.3g} "
-            "seconds were over; give it more"
+            "nothing fits by itself, and there was no time to try all that takes less memory: "
+            f"{settings.time_limit:.3g} seconds were over; give it more"
         )
     for other in overfull if not found else ():  # the first that fits on devices says what hosts would need
         run(other)
