@@ -28,7 +28,7 @@ HELD = 1 - 1e-9
 
 BUCKETS = (0, 3, 5)
 """Buckets of parameters and gradients that are whole at a time at each level of dividing state, beside what is kept
-(`whale.planner.cost.plan` counts them)."""
+(`whale.planner.cost.plan_memory` counts them)."""
 
 EXACT_ROWS = 4
 """Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
