@@ -19,7 +19,7 @@ from whale.planner.cost.plan_messages import PlanMessages
 from whale.planner.cost.plan_sums import PlanSums
 from whale.planner.cost.replica_kinds import Kind, own_bytes, owned_part, ruled
 from whale.planner.cost.sharded import arrival_seconds
-from whale.planner.cost.stage import StageCost
+from whale.planner.cost.stage_cost import StageCost
 from whale.planner.cost.step import overlap_slowdown, step, timing_of
 
 __all__ = ["PlanCost"]

@@ -9,7 +9,8 @@ from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.hosts import adding_on_host, link_to_host, with_copies
 from whale.planner.cost.replica_kinds import Exchanged, Kind, own_bytes
 from whale.planner.cost.sharded import ShardedUnit, scattered_by, sharded_seconds
-from whale.planner.cost.stage import CostModel, StageCost
+from whale.planner.cost.stage import CostModel
+from whale.planner.cost.stage_cost import StageCost
 from whale.planner.cost.step import overlap_slowdown
 
 __all__ = ["sharded_units", "with_gathers"]

@@ -19,7 +19,8 @@ from whale.planner.cost.plan_gathers import with_gathers
 from whale.planner.cost.replica_kinds import Exchanged, Kind, ruled
 from whale.planner.cost.replicas import between_replicas, with_meetings
 from whale.planner.cost.sharded import scattered_by
-from whale.planner.cost.stage import CostModel, StageCost
+from whale.planner.cost.stage import CostModel
+from whale.planner.cost.stage_cost import StageCost
 
 __all__ = ["Pair", "PlanKinds", "on_same_ranks"]
 

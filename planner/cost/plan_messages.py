@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whale.ir.workload import Boundary, LinkTime, Transfer
+from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.messages import Exchange, Sent, exchange
 from whale.planner.cost.plan_kinds import Pair, PlanKinds
-from whale.planner.cost.stage import TensorGroup
 
 __all__ = ["PlanMessages"]
 

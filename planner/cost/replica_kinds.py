@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from whale.planner.cost.chain_stage import ChainStage
-from whale.planner.cost.stage import CostModel, TensorGroup
+from whale.planner.cost.groups import TensorGroup
+from whale.planner.cost.stage import CostModel
 
 __all__ = ["Exchanged", "Kind", "own_bytes", "owned_part", "ruled"]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.memory import message_bytes
-from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.mesh_costs import Array, Integers, ReplicaCosts, Tied, counted_again
 from whale.planner.search.row_table import ACCUMULATION, BACKWARD, FAR, FORWARD, KEPT, NEAR, UPDATE, WORKING, RowTable
 from whale.planner.search.space import Division, Mesh, MeshSpace

@@ -46,7 +46,8 @@ from whale.ir.state import LEVELS, StateSharding
 from whale.ir.strategy import RECOMPUTES, Offload, Recompute
 from whale.planner.balance.least_recompute import least_steps
 from whale.planner.cost.hosts import has_hosts
-from whale.planner.cost.stage import CostModel, Memo
+from whale.planner.cost.stage import CostModel
+from whale.planner.cost.stage_cost import Memo
 from whale.planner.search.evaluate import fitted
 from whale.planner.search.plan_search import PlanSearch, best_of, step_seconds
 from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, Progress, SearchSettings

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.overlap import Beside
 from whale.planner.cost.replicas import gather_seconds, of_kind
-from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.mesh_costs import Array, MeshCosts, ReplicaCosts, added_by_sums
 from whale.planner.search.replica_table import ReplicaTable, total
 from whale.planner.search.row_table import BACKWARD, FAR, FORWARD, NEAR, UPDATE
