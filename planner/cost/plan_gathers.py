@@ -1,5 +1,5 @@
-"""What dividing a stage's state over its replicas adds to its tasks: gathers of parameters, sums of gradients (ZeRO 2
-and 3), and copies of what is on the host."""
+"""Seconds that dividing a stage's state over its replicas adds to its tasks: gathers of parameters, sums of gradients
+(ZeRO 2 and 3), and copies of what is on the host."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["PlanMemory"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMemory(PlanKinds):
-    """What the devices and hosts of a plan hold."""
+    """The memory of a plan."""
 
     def _whole(self, index: int) -> float:
         """Elements that devices of a stage have besides because what stages share is whole on each of them, as Whale
