@@ -14,11 +14,13 @@ from math import isinf
 from sailor_scores import PROCESS_BYTES, STATE_BYTES, Slice, Strict
 
 from whale.ir.cluster import DeviceType
+from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.layers import LayerSeconds
 from whale.planner.cost.memory import StateBytes
 from whale.planner.cost.precision import precision_named
 from whale.planner.cost.stack import Stack
-from whale.planner.cost.stage import CostModel, Hop, TensorGroup
+from whale.planner.cost.stage import CostModel
+from whale.planner.cost.stage_cost import Hop
 
 STACK = Stack(name="megatron", interleaved=True)
 """Sums of gradients after the last backward, in one message, and messages that are hidden where they can be."""

@@ -15,7 +15,7 @@ from whale.ir.profile import ModelProfile
 from whale.planner.allocation.options import Options, place
 from whale.planner.allocation.timeline import NOTHING
 from whale.planner.cost.precision import own_precision
-from whale.planner.cost.stage import Memo
+from whale.planner.cost.stage_cost import Memo
 from whale.planner.search import Candidate, SearchSettings, search
 from whale.planner.what_if import only
 

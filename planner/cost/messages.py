@@ -5,7 +5,7 @@ of its rows, which is a part where its tensor group divides them, from those tha
 (`whale.strategies.transfer`), and the gradients back likewise. All of a stage's messages in one direction start
 together. Those that leave a node through one adapter, or enter it through one, get equal parts of it, as in the
 simulator. Messages of other boundaries are not considered here: links name the adapters that they share
-(`whale.planner.cost.plan`), and `whale.planner.simulation` knows when they move.
+(`whale.planner.cost.plan_messages`), and `whale.planner.simulation` knows when they move.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from whale.planner.cost.stage import CostModel, StageCost, TensorGroup
+from whale.planner.cost.groups import TensorGroup
+from whale.planner.cost.stage import CostModel
+from whale.planner.cost.stage_cost import StageCost
 
 __all__ = ["between_replicas", "gather_seconds", "of_kind", "with_meetings"]
 

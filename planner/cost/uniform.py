@@ -16,9 +16,11 @@ from whale.ir.state import StateSharding
 from whale.planner.cost.calibration import CALIBRATION, Calibration
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.configuration import Configuration, Layout
+from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.memory import StateBytes
 from whale.planner.cost.stack import Stack
-from whale.planner.cost.stage import CostModel, Memo, StageCost, TensorGroup
+from whale.planner.cost.stage import CostModel
+from whale.planner.cost.stage_cost import Memo, StageCost
 
 __all__ = ["Stages", "stack_of"]
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil, log2
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from whale.ir.cluster import Node
 from whale.ir.profile import LinkCurve
@@ -39,8 +40,7 @@ LOW_LATENCY_HOP = 0.2
 """A hop in that protocol as a share of one in the protocol for large messages (0.6 us to 3.4 us in NCCL's model)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Duration:
+class Duration(NamedTuple):
     """Seconds of ``latency`` (start and hops) and of ``transfer`` (bytes through ``line``)."""
 
     algorithm: Algorithm
@@ -74,9 +74,9 @@ class Line:
 
     def rate(self, part: float) -> float:
         """Bytes per second of messages of the given size."""
-        return min(
-            (scale * part / measured_seconds(curve, part) for curve, scale in self.curves), default=self.bandwidth
-        )
+        if not self.curves:
+            return self.bandwidth
+        return min(scale * part / measured_seconds(curve, part) for curve, scale in self.curves)
 
     def pass_on(self, part: float) -> float:
         """Seconds that a hop adds: its latency, and the first slice of a part, which it waits for."""
@@ -99,12 +99,14 @@ class GroupShape:
     inter: Line | None
 
     @classmethod
-    def of(cls, topology: Topology, members: Sequence[Member], sharing: int = 1) -> GroupShape:
-        """The shape of the group with these members, *sharing* of which communicate at once.
+    def of(
+        cls, topology: Topology, members: Sequence[Member], unlike: Sequence[Member], sharing: int = 1
+    ) -> GroupShape:
+        """The shape of the group with these members, of which these are *unlike*; *sharing* such groups communicate at
+        once.
 
         Groups of different nodes have the worst figures of all their nodes, in any order.
         """
-        unlike = topology.unlike(members)
         most = max(len(member.ranks) for member in members)
         group = cls(
             num_ranks=sum(len(member.ranks) for member in members),
@@ -131,12 +133,12 @@ class GroupShape:
         )
         return _with_curves(topology, members, group, 1)
 
-    @property
+    @cached_property
     def lines(self) -> tuple[Line, ...]:
         """The lines that exist."""
         return tuple(line for line in (self.intra, self.inter) if line is not None)
 
-    @property
+    @cached_property
     def launch(self) -> float:
         """Seconds to start a collective; measured curves have it in them."""
         return max((line.kind.launch for line in self.lines if not line.curves), default=0.0)

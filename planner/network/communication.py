@@ -116,8 +116,11 @@ def collective(
 def _group(topology: Topology, ranks: tuple[int, ...], sharing: int) -> tuple[tuple[Member, ...], GroupShape]:
     key = (ranks, sharing)
     if key not in topology.memo:
-        members = topology.members(ranks)
-        topology.memo[key] = members, GroupShape.of(topology, members, sharing)
+        if ranks not in topology.memo:
+            members = topology.members(ranks)
+            topology.memo[ranks] = members, topology.unlike(members)
+        members, unlike = topology.memo[ranks]
+        topology.memo[key] = members, GroupShape.of(topology, members, unlike, sharing)
     found: tuple[tuple[Member, ...], GroupShape] = topology.memo[key]
     return found
 

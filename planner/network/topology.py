@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, Link, Node
@@ -47,8 +47,7 @@ class Path:
     between_nodes: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Member:
+class Member(NamedTuple):
     """The part of a group that lies on one node."""
 
     node: Node

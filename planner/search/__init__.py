@@ -4,7 +4,7 @@
 """
 
 from whale.errors import InfeasibleError
-from whale.planner.cost.stage import Memo
+from whale.planner.cost.stage_cost import Memo
 from whale.planner.search.evaluate import evaluate
 from whale.planner.search.problem import (
     Candidate,

@@ -12,7 +12,8 @@ from whale.ir.profile import ModelProfile
 from whale.planner.cost.optimizers import Optimizer
 from whale.planner.cost.plan import PlanCost
 from whale.planner.cost.stack import WHALE, Stack
-from whale.planner.cost.stage import CostModel, Memo
+from whale.planner.cost.stage import CostModel
+from whale.planner.cost.stage_cost import Memo
 from whale.planner.search.problem import Candidate, StageChoice
 
 __all__ = ["evaluate", "fitted", "score"]

@@ -223,6 +223,9 @@ def held_together(parts: Sequence[Array], nums: Sequence[int]) -> float:
     Each type in turn gets the places where it is most worth, all others share the rest. Exact for two types.
     """
     stages = min(sum(nums), parts[0].shape[1])
+    anywhere = np.minimum.reduce([part[:, :stages] for part in parts]).sum(axis=1).min()
+    if anywhere >= HELD:  # whatever their order
+        return float(anywhere)
     least = np.full(len(parts[0]), np.inf)
     for own, num in enumerate(nums):
         others = [part[:, :stages] for index, part in enumerate(parts) if index != own]
@@ -245,11 +248,13 @@ def _slowest(each: Sequence[float], held: Sequence[Sequence[int]], parts: int) -
     9.0
     """
     each = [max(own, 1e-12) for own in each]
-    bounds = sorted({own * num for own in each for num in range(1, parts + 1)})
+    bounds = np.sort(np.outer(each, np.arange(1, parts + 1)).ravel()).tolist()
+    rooms = np.concatenate(held)
+    owners = np.repeat(np.arange(len(each)), [len(own) for own in held])
 
     def done(place: int) -> bool:
-        in_time = [int(bounds[place] / own * (1 + 1e-9)) for own in each]
-        return sum(min(most, room) for most, rooms in zip(in_time, held, strict=True) for room in rooms) >= parts
+        in_time = np.array([int(bounds[place] / own * (1 + 1e-9)) for own in each])
+        return bool(np.minimum(in_time[owners], rooms).sum() >= parts)
 
     place = bisect_left(range(len(bounds)), True, key=done)
     return bounds[place] if place < len(bounds) else inf

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from whale.errors import InfeasibleError
 from whale.ir.state import StateSharding
 from whale.planner.balance.shares import Worker, fastest_shares, memory_between
-from whale.planner.cost.stage import CostModel, TensorGroup
+from whale.planner.cost.groups import TensorGroup
+from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.evaluate import fitted
 from whale.planner.search.partial_plans import PartialPlan

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from whale.planner.balance.cuts import StageGroup
+from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.memory import message_bytes
 from whale.planner.cost.overlap import Beside, overlap
-from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.space import Mesh
 
 __all__ = ["Array", "Integers", "MeshCosts", "ReplicaCosts", "Tied", "added_by_sums", "counted_again"]

@@ -85,15 +85,20 @@ class PartialPlan:
     @property
     def label(self) -> str:
         """In short: degrees of the stages, those that repeat with their number."""
-        runs: list[tuple[str, int]] = []
-        for mesh, alike in groupby(self.meshes):
-            inner, count = f"{mesh.expert} experts" if mesh.expert > 1 else f"{mesh.tensor}", len(list(alike))
-            text = f"{mesh.data}x{inner}"
-            if runs and runs[-1][0] == text:
-                count += runs.pop()[1]
-            runs.append((text, count))
-        shown = " | ".join(text if count == 1 else f"{count} of {text}" for text, count in runs)
-        return f"{shown}, {self.micro_batches} micro-batches"
+        return f"{_degrees_of(self.meshes)}, {self.micro_batches} micro-batches"
+
+
+@lru_cache(maxsize=256)
+def _degrees_of(meshes: tuple[Mesh, ...]) -> str:
+    """The degrees of stages, those that repeat with their number."""
+    runs: list[tuple[str, int]] = []
+    for mesh, alike in groupby(meshes):
+        inner, count = f"{mesh.expert} experts" if mesh.expert > 1 else f"{mesh.tensor}", len(list(alike))
+        text = f"{mesh.data}x{inner}"
+        if runs and runs[-1][0] == text:
+            count += runs.pop()[1]
+        runs.append((text, count))
+    return " | ".join(text if count == 1 else f"{count} of {text}" for text, count in runs)
 
 
 class Times(NamedTuple):

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import permutations
 from math import inf, prod
@@ -40,6 +41,7 @@ from whale.planner.search.space import Chain, Mesh
 __all__ = ["DeviceCountProgram", "GroupedStages", "Option", "StageGroup"]
 
 Parts = np.ndarray[Any, np.dtype[np.int32]]
+Bounds = np.ndarray[Any, np.dtype[np.float64]]
 
 
 MOST_TRACED = 3
@@ -110,7 +112,11 @@ class DeviceCountProgram:
         self.units = np.array([units[at] for at in self.begins])
         self.steps = np.ravel_multi_index(tuple(self.units.T), sizes)
         self.group = np.repeat(np.arange(len(self.begins)), np.diff([*self.begins, len(units)]))
-        self.room = (self.coordinates + self.units[:, None, :] <= np.array(quotas)).all(axis=2)
+        room = (self.coordinates + self.units[:, None, :] <= np.array(quotas)).all(axis=2)
+        takes, sources = np.nonzero(room)  # one line for each state and what a further stage may take
+        order = np.argsort(sources + self.steps[takes], kind="stable")
+        self.takes, self.sources = takes[order], sources[order]
+        self.targets = self.sources + self.steps[self.takes]
         start = np.full((1, len(self.bounds)), len(chain), dtype=np.int32)
         self.levels = [_Level(np.zeros(1, dtype=np.int64), start)]
         self.by_time = np.stack([self._by_time(option.costs) for option in self.options])
@@ -118,14 +124,12 @@ class DeviceCountProgram:
         self._solve(max_stages)
 
     def _solve(self, max_stages: int) -> None:
-        found = np.full((len(self.coordinates), len(self.bounds)), len(self.chain) + 1, dtype=np.int32)
         done: list[tuple[float, int, int]] = []
         columns = len(self.bounds)
         for depth in range(1, max_stages + 1):
             if (self.micro_batches - 1) * self.bounds[0] + depth * self.even > self.within:
                 break
-            reached = np.minimum.reduceat(self._reached(slice(columns), depth), self.begins, axis=0)
-            level = self._next(self.levels[-1], reached, found[:, :columns])
+            level = self._next(self.levels[-1], self._reached_by_units(columns, depth))
             if not len(level.states):
                 break
             self.levels.append(level)
@@ -155,22 +159,22 @@ class DeviceCountProgram:
         _, depth, bound = self._done[place]
         low, high = self.bounds[max(0, bound - 1)], self.bounds[bound]
         if high > COARSE * low:
-            finer = DeviceCountProgram(
-                self.options,
-                self.quotas,
-                self.chain,
-                micro_batches=self.micro_batches,
-                schedule=self.schedule,
-                bounds=np.geomspace(low, high, FINER + 1)[1:].tolist(),
-                even=self.even,
-                within=inf,
-                max_stages=depth,
-            )
-            return finer.at(0)
+            return self._with_bounds(np.geomspace(low, high, FINER + 1)[1:], depth).at(0)
         level = self.levels[depth]
         state = int(level.states[np.flatnonzero(level.first[:, bound] == 0)[-1]])
         reached = [self._reached(slice(bound, bound + 1), later)[:, 0] for later in range(1, depth + 1)]
         return list(dict.fromkeys(self._traced(reached, state, bound, last) for last in (0, -1)))
+
+    def _with_bounds(self, bounds: Bounds, max_stages: int) -> DeviceCountProgram:
+        """The same program for other bounds, none of which is above those of this one."""
+        found = copy(self)
+        for known in ("_sequences", "_in_time", "_loose"):
+            found.__dict__.pop(known, None)
+        found.bounds, found.within = bounds, inf
+        found.levels = [_Level(self.levels[0].states, self.levels[0].first[:, :1].repeat(len(bounds), axis=1))]
+        found.by_time = np.stack([found._by_time(option.costs) for option in self.options])
+        found._solve(max_stages)
+        return found
 
     def _by_time(self, costs: MeshCosts) -> Parts:
         """For each bound and end of a stage the first part that it reaches back to in time."""
@@ -188,15 +192,38 @@ class DeviceCountProgram:
         """`_by_time` of all options for some bounds, within memory and constraints; a last column means unreachable."""
         found = self._in_time[:, columns]
         if len(self.tight):
-            nowhere, first = len(self.chain) + 1, self.by_time[self.tight, columns]
-            held = in_flight(self.schedule, depth, 0, self.micro_batches)
-            if held not in self._memory:
-                memory = [self.options[place].costs.reach(held) for place in self.tight]
-                self._memory[held] = np.stack(memory).astype(np.int32)[:, None, :]
-            first = np.maximum(first, self._memory[held])
             found = found.copy()
-            found[self.tight, :, :nowhere] = np.where(first < np.arange(nowhere), first, nowhere)
+            found[self.tight, :, : len(self.chain) + 1] = self._held(columns, depth)
         return found
+
+    def _reached_by_units(self, columns: int, depth: int) -> Parts:
+        """The least of `_reached` over the options that take the same units, for the first bounds."""
+        found = self._loose[:, :columns]
+        if len(self.tight):
+            begins = np.flatnonzero(np.diff(self.group[self.tight], prepend=-1))
+            own, nowhere = self.group[self.tight[begins]], len(self.chain) + 1
+            held = np.minimum.reduceat(self._held(slice(columns), depth), begins, axis=0)
+            found = found.copy()
+            found[own, :, :nowhere] = np.minimum(found[own, :, :nowhere], held)
+        return found
+
+    def _held(self, columns: slice, depth: int) -> Parts:
+        """`_reached` of the options that memory may limit, without the last column."""
+        nowhere, held = len(self.chain) + 1, in_flight(self.schedule, depth, 0, self.micro_batches)
+        if held not in self._memory:
+            memory = [self.options[place].costs.reach(held) for place in self.tight]
+            self._memory[held] = np.stack(memory).astype(np.int32)[:, None, :]
+        first = np.maximum(self.by_time[self.tight, columns], self._memory[held])
+        found: Parts = np.where(first < np.arange(nowhere, dtype=np.int32), first, np.int32(nowhere))
+        return found
+
+    @cached_property
+    def _loose(self) -> Parts:
+        """The least of `_in_time` over the options that take the same units, of those that memory does not limit."""
+        found = self._in_time.copy()
+        found[self.tight] = len(self.chain) + 1
+        least: Parts = np.minimum.reduceat(found, self.begins, axis=0)
+        return least
 
     @cached_property
     def _in_time(self) -> Parts:
@@ -211,22 +238,21 @@ class DeviceCountProgram:
         """Limits by memory of `tight` options, by the micro-batches in flight."""
         return {}
 
-    def _next(self, level: _Level, reached: Parts, found: Parts) -> _Level:
-        """One stage more: the least over all options, and the states from which something can still be reached.
-
-        *found* has room for all states; it is, and is left, without anything reached.
-        """
-        nowhere, columns = len(self.chain) + 1, np.arange(found.shape[1])
-        touched = np.zeros(len(found), dtype=bool)
-        for room, step, own in zip(self.room, self.steps, reached, strict=True):
-            fits = room[level.states]
-            after = level.states[fits] + step
-            found[after] = np.minimum(found[after], own[columns, level.first[fits, : len(columns)]])
-            touched[after] = True
-        states = np.flatnonzero(touched)
-        first = found[states]
-        found[states] = nowhere
-        some = (first < nowhere).any(axis=1)
+    def _next(self, level: _Level, reached: Parts) -> _Level:
+        """One stage more: the least over all units that it may take, and the states from which something can still be
+        reached; *reached* is `_reached_by_units`."""
+        columns, places = np.arange(reached.shape[1]), np.full(len(self.coordinates), -1)
+        places[level.states] = np.arange(len(level.states))
+        before = places[self.sources]
+        possible = np.flatnonzero(before >= 0)
+        if not len(possible):
+            return _Level(level.states[:0], level.first[:0])
+        first = level.first[before[possible], : len(columns)]
+        values = reached[self.takes[possible, None], columns, first]
+        targets = self.targets[possible]
+        begins = np.flatnonzero(np.diff(targets, prepend=-1))
+        first, states = np.minimum.reduceat(values, begins, axis=0), targets[begins]
+        some = (first <= len(self.chain)).any(axis=1)
         return _Level(states[some], first[some])
 
     def _traced(self, reached: Sequence[Parts], state: int, bound: int, tie: int) -> tuple[Mesh, ...]:

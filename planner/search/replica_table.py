@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.memory import message_bytes
-from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.mesh_costs import Array, Integers, ReplicaCosts, Tied, counted_again
 from whale.planner.search.row_table import ACCUMULATION, BACKWARD, FAR, FORWARD, KEPT, NEAR, UPDATE, WORKING, RowTable
 from whale.planner.search.space import Division, Mesh, MeshSpace
@@ -28,7 +28,7 @@ HELD = 1 - 1e-9
 
 BUCKETS = (0, 3, 5)
 """Buckets of parameters and gradients that are whole at a time at each level of dividing state, beside what is kept
-(`whale.planner.cost.plan` counts them)."""
+(`whale.planner.cost.plan_memory` counts them)."""
 
 EXACT_ROWS = 4
 """Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
@@ -229,16 +229,20 @@ class ReplicaTable(MeshSpace):
     ) -> Array:
         """Like `parts_held`, summed up over some *stages* on devices of a pool: for each number of rows of a data slice
         (first axis) and kind of layer (second axis)."""
-        parts = self._parts_of(pool, division, np.array(shares), micro_batches)
-        within = np.arange(len(self.chain)) < np.array(stages)[:, None, None]
-        found: Array = np.sum(parts, axis=2, where=within)
+        most = min(micro_batches, len(self.chain))  # in flight; stages further from the end hold as much
+        parts, num = self._parts_of(pool, division, np.array(shares), micro_batches, most), np.array(stages)
+        places = np.arange(len(num)), slice(None), np.minimum(num, most) - 1
+        found: Array = parts.cumsum(axis=2)[places] + np.maximum(num - most, 0)[:, None] * parts[:, :, -1]
         return found
 
-    def _parts_of(self, pool: int, division: Division, shares: Integers, micro_batches: int) -> Array:
+    def _parts_of(
+        self, pool: int, division: Division, shares: Integers, micro_batches: int, places: int | None = None
+    ) -> Array:
         """The part of the layers of each kind (second axis) that fits for each number of rows of a data slice (first
         axis) with as many micro-batches in flight as in the last stage, the last but one and so on (third axis)."""
         state, kept, kept_each, working, working_each, nums = self._amounts(pool, *division)[:, None, :, None]
-        held, share = np.minimum(np.arange(1, len(self.chain) + 1), micro_batches), shares[:, None, None]
+        held = np.minimum(np.arange(1, (places or len(self.chain)) + 1), micro_batches)
+        share = shares[:, None, None]
         room = self._room(pool) - working - share * working_each
         fits = room / np.maximum(state + held * (kept + share * kept_each), 1.0)
         found: Array = np.floor(np.maximum(fits, 0.0) + 1e-9) / nums

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from whale.planner.cost.stage import TensorGroup
+from whale.planner.cost.groups import TensorGroup
 from whale.planner.search.mesh_costs import Array
 from whale.planner.search.problem import MAX_BATCH
 

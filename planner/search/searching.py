@@ -46,7 +46,8 @@ from whale.ir.state import LEVELS, StateSharding
 from whale.ir.strategy import RECOMPUTES, Offload, Recompute
 from whale.planner.balance.least_recompute import least_steps
 from whale.planner.cost.hosts import has_hosts
-from whale.planner.cost.stage import CostModel, Memo
+from whale.planner.cost.stage import CostModel
+from whale.planner.cost.stage_cost import Memo
 from whale.planner.search.evaluate import fitted
 from whale.planner.search.plan_search import PlanSearch, best_of, step_seconds
 from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, Progress, SearchSettings
@@ -57,7 +58,8 @@ from whale.planner.search.table import CostTable
 __all__ = ["search"]
 
 LEAST_TIME = 0.25
-"""Part of the time limit that a search has at least under each rule of recompute, where nothing fits without."""
+"""Part of the time limit that a search has at least under each rule of recompute, where nothing fits without; none
+begins that part after the limit."""
 
 
 def search(
@@ -140,11 +142,15 @@ def search(
     if (first := run(last)) is not None:
         return _aligned(first, settings)
     found = []
+    untried = False
     for ways in _ways(settings, cluster):
         if last.stopped():
             break
         for way in ways:
             rule = way[0]
+            if time.monotonic() - began > (1 + LEAST_TIME) * settings.time_limit:
+                untried = True
+                break
             if rule not in prices.profile.rules and with_rules is not None and profile.rules != RECOMPUTES:
                 prices = replace(prices, profile=with_rules(), memo=Memo())
             if rule in prices.profile.rules and not last.stopped():
@@ -153,10 +159,15 @@ def search(
                     overfull.append(last)
                 elif (one := run(last)) is not None:
                     found.append(one)
-        if found:
+        if found or untried:
             break
     if not found and ended:
         raise ended[0]
+    if not found and untried:
+        raise UsageError(
+            "nothing fits by itself, and there was no time to try all that takes less memory: "
+            f"{settings.time_limit:.3g} seconds were over; give it more"
+        )
     for other in overfull if not found else ():  # the first that fits on devices says what hosts would need
         run(other)
         if other.best:

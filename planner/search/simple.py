@@ -14,7 +14,8 @@ from math import inf
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.stage import CostModel, Memo
+from whale.planner.cost.stage import CostModel
+from whale.planner.cost.stage_cost import Memo
 from whale.planner.cost.step import timing_of
 from whale.planner.search.families import fit_divisions
 from whale.planner.search.layout import laid_out

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.overlap import Beside
 from whale.planner.cost.replicas import gather_seconds, of_kind
-from whale.planner.cost.stage import TensorGroup
 from whale.planner.search.mesh_costs import Array, MeshCosts, ReplicaCosts, added_by_sums
 from whale.planner.search.replica_table import ReplicaTable, total
 from whale.planner.search.row_table import BACKWARD, FAR, FORWARD, NEAR, UPDATE
@@ -68,6 +68,7 @@ class CostTable(ReplicaTable):
     _firsts: dict[Any, int] = field(default_factory=dict, init=False)
     _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
     _loads: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
+    _hop_factors: dict[tuple[int, Mesh], tuple[float, float]] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _near: dict[tuple[Mesh, ...], list[bool]] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
@@ -270,9 +271,13 @@ class CostTable(ReplicaTable):
 
     def _hop_of_commonest(self, group: TensorGroup, sent: Sequence[float], mesh: Mesh) -> float:
         """`_hop` after the commonest part, by the latency and the rest of a way that `_sends_of_commonest` gives."""
-        (end, _), (latency, alone) = self._end_of_commonest, sent
-        share = sum(float(shares[end]) for shares in self.held_shares(mesh.tensor, mesh.tensor))
-        return latency + share * (1.0 if self._lies_inside(mesh) else self._load(group, mesh)) * alone
+        key = (group.kind, mesh)
+        factors = self._hop_factors.get(key)
+        if factors is None:
+            end, _ = self._end_of_commonest
+            share = sum(float(shares[end]) for shares in self.held_shares(mesh.tensor, mesh.tensor))
+            factors = self._hop_factors[key] = share, 1.0 if self._lies_inside(mesh) else self._load(group, mesh)
+        return sent[0] + factors[0] * factors[1] * sent[1]
 
     def _load(self, group: TensorGroup, mesh: Mesh) -> float:
         """Messages that move through an adapter of a node at a time, if each device of a mesh there has one."""
@@ -525,5 +530,5 @@ class CostTable(ReplicaTable):
         if len(ranks) < 2 or not much:
             return 0.0, np.zeros(len(size))
         message = self.prices.message_bytes(ranks, much, num_alike)
-        seconds = self.prices.all_reduce(ranks, num_alike, much)
-        return self.prices.over("all_reduce", ranks, num_alike, message), seconds / much * size
+        seconds = self.prices.over("all_reduce", ranks, num_alike, message)
+        return seconds, seconds / message * size

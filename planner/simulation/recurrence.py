@@ -144,6 +144,7 @@ class _Inputs(NamedTuple):
         others: seconds that messages of other links occupy its busiest resource between two of its own: those in the
             same direction, and all.
         free: time at which the link is free again.
+        shared: whether any of ``others`` is not 0.
     """
 
     made: Integers
@@ -151,6 +152,7 @@ class _Inputs(NamedTuple):
     seconds: Array
     others: tuple[Array, Array]
     free: Array
+    shared: bool
 
 
 def _stretched(reduction: Reduction) -> float:
@@ -244,7 +246,8 @@ class _Pass:
         for number in range(max(map(len, of_ranks))):
             every = [own[number] if number < len(own) else (0, -inf, 0.0, 0.0, 0.0) for own in of_ranks]
             made, latency, transfer, same, both = (np.array(values) for values in zip(*every, strict=True))
-            found.append(_Inputs(made.astype(np.int64), latency, transfer, (same, both), np.zeros(num)))
+            shared = bool(same.any() or both.any())
+            found.append(_Inputs(made.astype(np.int64), latency, transfer, (same, both), np.zeros(num), shared))
         return found
 
     def _sending(self, ahead: bool) -> Array:
@@ -279,21 +282,24 @@ class _Pass:
             return
         own = slice(self.places[stages[0]].start, self.places[stages[-1]].stop)
         free = begin = issued = self.free[own]
-        share: float | Array = 1.0
+        share: Array | None = None  # of the rows of a full micro-batch
         if last in stages and self.workload.last_share < 1:
             share = np.ones(len(free))
             share[self.places[last].start - own.start : self.places[last].stop - own.start] = self.workload.last_share
         ends = self.ends[int(ahead)]
         for given in self.inputs[ahead]:
-            made = ends.ravel()[given.made[own] + slot * len(self.ranks)]
-            given.free[own] = np.maximum(made, given.free[own]) + given.seconds[own] * share
-            arrived = given.free[own] + given.latency[own]
+            made, link, others = ends.ravel()[given.made[own] + slot * len(self.ranks)], given.free[own], given.others
+            np.maximum(made, link, out=link)
+            link += given.seconds[own] if share is None else given.seconds[own] * share
+            arrived = link + given.latency[own]
             issued = np.where(arrived > begin, np.maximum(made, free), issued)
             begin = np.maximum(begin, arrived)
-            given.free[own] += share * given.others[both][own]
+            if given.shared:
+                link += others[both][own] if share is None else share * others[both][own]
         self.waited[0, own] += issued - free
         self.waited[1, own] += begin - issued
-        done = begin + share * self.seconds[int(ahead), own]
+        seconds = self.seconds[int(ahead), own]
+        done = begin + (seconds if share is None else share * seconds)
         if last in stages and not ahead:
             last_ones = slice(self.places[last].start - own.start, self.places[last].stop - own.start)
             done[last_ones] += self.slower[self.places[last]]
@@ -302,9 +308,12 @@ class _Pass:
             self.gathering[own] += waits
             done = done + waits
         ends[slot, own] = done
-        sending = share * self.sending[int(ahead), own]
-        self.free[own] = done + sending
-        self.waited[1, own] += sending
+        if self.workload.blocking_transfers:
+            sending = self.sending[int(ahead), own]
+            sending = sending if share is None else share * sending
+            self.waited[1, own] += sending
+            done = done + sending
+        self.free[own] = done
         if not ahead:
             self.waits[slot, :, own] = self.waited[:, own]
 

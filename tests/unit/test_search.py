@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,18 @@ from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.cost.stage import CostModel
-from whale.planner.search import Degrees, Fixed, Found, Memo, Progress, SearchSettings, StageChoice, evaluate, search
+from whale.planner.search import (
+    Degrees,
+    Fixed,
+    Found,
+    Memo,
+    Progress,
+    SearchSettings,
+    StageChoice,
+    evaluate,
+    search,
+    searching,
+)
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import PartialPlan, likely_cuts, score_partial
 from whale.planner.search.space import Chain, Mesh, lay_out, pools_of
@@ -369,3 +381,16 @@ def test_neighbours_stand_in_the_order_in_which_messages_wait_least() -> None:
     ]
     best = search(given, cluster, batch=12, settings=SearchSettings(time_limit=300.0)).best.prediction.step_seconds
     assert best <= 1.0001 * evaluate(given, cluster, stages, micro_batches=12).prediction.step_seconds
+
+
+def test_no_other_rule_is_tried_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0])
+    monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=lambda: next(clock, 1e6)))
+    large = layer({"cpu-fast": 0.01}, parameters=1e12, kept=1e5)
+    with pytest.raises(UsageError, match="no time to try all that takes less memory: 100 seconds"):
+        search(
+            chain([large], (0,) * 6),
+            machines([FAST] * 2, Link(bandwidth=1e9, latency=1e-5)),
+            batch=8,
+            settings=SearchSettings(time_limit=100.0),
+        )

@@ -7,7 +7,8 @@ import pytest
 
 from tests.chains import card, chain, layer, machines
 from whale.ir.cluster import Cluster
-from whale.planner.cost.stage import CostModel, TensorGroup
+from whale.planner.cost.groups import TensorGroup
+from whale.planner.cost.stage import CostModel
 from whale.planner.search.row_table import FORWARD, QUANTITIES, RowTable
 from whale.planner.search.space import Chain, Mesh, pools_of
 from whale.planner.search.table import CostTable

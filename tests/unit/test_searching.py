@@ -13,6 +13,8 @@ from tests.chains import card, chain, layer, machines
 from whale.cli.assumptions import in_precision
 from whale.cli.model_loader import load_model
 from whale.commands import searching
+from whale.commands.compiled_candidates import CompiledCandidates
+from whale.commands.plan_writer import PlanWriter
 from whale.commands.searching import search_plans
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, Link
@@ -129,6 +131,19 @@ def test_where_no_plan_fits_once_compiled_others_are_tried_after_the_time_limit_
     model = Model(beyond, seconds=0.35)
     with pytest.raises(UsageError, match="no time .* give it more. So far none of the . best plans .* needs .* on cpu"):
         searched(model, profile(), cluster, time_limit=time_limit)
+
+
+def test_plans_that_processes_share_are_compiled_until_the_time_limit() -> None:
+    """With one that can be run the others are written down when the time is over."""
+    cluster, given = machines([card("fast")] * 3 + [card("slow")] * 3, SLOW), profile(parameters=1e6)
+    found = search(given, cluster, batch=16, settings=SearchSettings(time_limit=100.0, top=30))
+    model = Model(faster(1, 1.0), num_operators=10**6, seconds=0.5)
+    writer, limit = PlanWriter(given, cluster, 16, model), 1.2
+    tried = CompiledCandidates(writer, model, None, time.monotonic() + limit, limit, lambda: False, processes=2)
+    tried.best_of(found, lambda: [], 30)
+    assert tried.choices[0].compiled
+    assert len(tried.choices) >= 8
+    assert model.compiled <= 3  # by this process; without an end it is half of all
 
 
 def test_what_does_not_fit_at_all_is_refused_with_what_it_lacks() -> None:

@@ -106,7 +106,7 @@ class CompiledCandidates:
         """Some candidates, compiled by several processes where that takes long enough."""
         much = self.trial.num_operators * len(candidates) > WORTH_SHARING and not self.late()
         return Shared(
-            lambda number: self._compiled(self._scheduled(candidates[number], self.schedule)),
+            lambda number: self._in_time(self._scheduled(candidates[number], self.schedule)),
             len(candidates),
             processes=self.processes if much else 1,
             forked=self.trial.forked,
@@ -127,11 +127,21 @@ class CompiledCandidates:
             timed = self._timed(candidate, self.writer.written)
         else:
             timed = self._compiled(candidate) if compiled is None else compiled()
+            if not (timed.choice.compiled or timed.choice.reason or self.late()):  # and none can be run
+                timed = self._compiled(candidate)
         (self.refused if timed.choice.reason else self.choices).append(timed.choice)
         self.longest = max(self.longest, timed.seconds)
 
     def _scheduled(self, candidate: Candidate, schedule: str | None) -> Candidate:
         return replace(candidate, schedule=schedule or candidate.schedule)
+
+    def _in_time(self, candidate: Candidate) -> _Timed:
+        """A candidate that several processes share: compiled, or written down where there is no time for that."""
+        if self.stopped() or time.monotonic() + self.longest > self.until:
+            return self._timed(candidate, self.writer.written)
+        timed = self._compiled(candidate)
+        self.longest = max(self.longest, timed.seconds)
+        return timed
 
     def _compiled(self, candidate: Candidate) -> _Timed:
         return self._timed(candidate, partial(self.writer.compiled, trial=self.trial))

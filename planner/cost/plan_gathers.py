@@ -1,0 +1,100 @@
+"""Seconds that dividing a stage's state over its replicas adds to its tasks: gathers of parameters, sums of gradients
+(ZeRO 2 and 3), and copies of what is on the host."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from whale.planner.cost.chain_stage import ChainStage
+from whale.planner.cost.hosts import adding_on_host, link_to_host, with_copies
+from whale.planner.cost.replica_kinds import Exchanged, Kind, own_bytes
+from whale.planner.cost.sharded import ShardedUnit, scattered_by, sharded_seconds
+from whale.planner.cost.stage import CostModel
+from whale.planner.cost.stage_cost import StageCost
+from whale.planner.cost.step import overlap_slowdown
+
+__all__ = ["sharded_units", "with_gathers"]
+
+
+def with_gathers(
+    prices: CostModel, stage: ChainStage, kind: Kind, cost: StageCost, micro_batches: int, *, pipelined: bool
+) -> StageCost:
+    """A stage whose weights and gradients its replicas share (ZeRO 2 and 3).
+
+    What is gathered at a time is each block, and the layers before, between and after blocks together; in Whale each
+    bucket. Where weights are not gathered for every micro-batch (ZeRO 2, in other stacks pipelines), and gradients not
+    reduced with every one, a micro-batch has its share of what the step has; in Whale the step itself has it.
+    """
+    if prices.runs:
+        done = Exchanged.of(prices, stage, micro_batches)
+        gathers, reduces, regather = float(done.tasks), float(done.each), True
+    else:
+        regather = prices.stack.zero == 3 and not pipelined
+        gathers = 1.0 if regather else 1 / micro_batches
+        reduces = 1 / micro_batches if pipelined else 1.0
+        if prices.stack.zero < 2:
+            return cost
+    if (len(stage.data_group) < 2 and not stage.state_on_host) or not (gathers or reduces):
+        return cost
+    units = [
+        one._replace(gather=gathers * one.gather, reduce=reduces * one.reduce)
+        for one in sharded_units(prices, stage, kind, micro_batches)
+    ]
+    slowdown = prices.stack.calibration.sharded_slowdown
+    if prices.runs:
+        slowdown = overlap_slowdown(prices.num_of_types)
+    forward, backward = sharded_seconds(
+        units, regather=regather, slowdown=slowdown, keeps_last=not prices.runs, tail=not prices.runs
+    )
+    if stage.state_on_host:
+        own, link = own_bytes(prices, stage, kind), link_to_host(prices.cluster, kind.rank)
+        how = {"kept": cost.hosted, "read": gathers * own, "summed": reduces * own}
+        forward, backward = with_copies(forward, backward, **how, link=link)
+        backward += adding_on_host(prices.cluster, kind.rank, reduces * own) * (1 - 1 / micro_batches)
+    communication = cost.communication + forward - cost.forward + backward - cost.backward
+    return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
+
+
+def sharded_units(prices: CostModel, stage: ChainStage, kind: Kind, micro_batches: int) -> list[ShardedUnit]:
+    """Parts of a stage that are gathered and reduced at a time, with the computation that reads them."""
+    precision, layers = prices.precision, prices.profile.layers
+    size = min(2, precision.element_bytes) if precision.mixed and not prices.runs else precision.element_bytes
+    shards = 1 if prices.runs else len(stage.data_group)
+    scattered = scattered_by(prices.num_of_types) if prices.runs else "reduce_scatter"
+    units = []
+    for block, run in groupby(stage.layers, key=lambda index: layers[index] if prices.repeats(layers[index]) else -1):
+        members = list(run)
+        num: float = len(members) if block >= 0 else 1
+        dense, experts = (size * part for part in prices.parameters(members, stage.tensor, stage.expert))
+        num_bytes = dense + experts
+        if prices.runs:
+            unit = prices.message_bytes(stage.data_group, num_bytes, stage.tensor, members, divided=True)
+            num = max(1.0, round(num_bytes / max(1.0, unit)))
+        spent = prices.stage(members, kind.group, kind.rows, micro_batches, shards)
+        casts = prices.casts(members, (stage.tensor, stage.expert))
+        low = 1 + casts * (1 - size / 2) / max(1.0, num_bytes)  # of what is gathered, as it is read
+        other = prices.gradient_bytes / size if prices.runs else 1.0
+        gather = _exchanged(prices, stage, "all_gather", low * dense / num, low * experts / num)
+        reduce = _exchanged(prices, stage, scattered, other * dense / num, other * experts / num)
+        if stage.state_on_host:
+            own = kind.share * (dense / stage.expert + experts) / num
+            copied = own / link_to_host(prices.cluster, kind.rank)
+            gather, reduce = max(gather, copied), max(reduce, copied)
+        units.append(
+            ShardedUnit(
+                forward=spent.forward / num,
+                backward=spent.backward / num,
+                gather=gather,
+                reduce=reduce,
+                num=int(num),
+            )
+        )
+    return units
+
+
+def _exchanged(prices: CostModel, stage: ChainStage, kind: str, dense: float, experts: float) -> float:
+    """Seconds of a collective over those that hold bytes of dense parameters, and of experts, whom fewer hold."""
+    if stage.expert == 1:
+        return prices.over(kind, stage.data_group, stage.tensor, dense + experts)
+    own = prices.over(kind, stage.data_group[:: stage.expert], stage.tensor * stage.expert, experts)
+    return own + prices.over(kind, stage.data_group, stage.tensor, dense)
