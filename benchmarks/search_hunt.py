@@ -129,7 +129,7 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
     wall, busy = time.monotonic(), time.process_time()
     loaded = load_model(problem.model, dict(problem.settings), batch_size=problem.batch, device="meta")
     with click.Context(search):
-        model = _Model.of(loaded, None, cluster, problem.precision, "adamw", (), rules=False)
+        model = _Model.of(loaded, None, cluster, problem.precision, "adamw", (), None, rules=False)
     slower = max(1.0, (time.monotonic() - wall) / max(0.1, time.process_time() - busy))
     settings = SearchSettings(
         precision=problem.precision or BY_DTYPE.get(model.profile.precision, "fp32"),

@@ -156,7 +156,7 @@ def ratios(name: str, settings: dict[str, Any], text: str, num: int, seed: str) 
     path = name if name.startswith("hf:") else f"{EXAMPLES / name}.py:{name}"
     loaded = load_model(path, settings, batch_size=BATCH, device="meta")
     with click.Context(search):
-        model = _Model.of(loaded, None, cluster, None, "adamw", (), rules=False)
+        model = _Model.of(loaded, None, cluster, None, "adamw", (), None, rules=False)
     precision = BY_DTYPE.get(model.profile.precision, "fp32")
     problem = Problem(seed=0, number=0, model=path, settings=settings, cluster=text, batch=BATCH, precision=precision)
     makers = Makers.of(model.profile, cluster, SearchSettings(precision=precision), problem)

@@ -8,15 +8,22 @@ import numpy as np
 import pytest
 
 from tests.chains import card, chain, layer, machines
-from whale.ir.cluster import Link
+from tests.small_models import decoder, tokens
+from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
+from whale.planner.catalog import device_types
 from whale.planner.cost.stage import CostModel
+from whale.planner.schedules.in_flight import in_flight
+from whale.planner.search import StageChoice
+from whale.planner.search.evaluate import score
 from whale.planner.search.partial_plans import PartialPlan, likely_cuts, score_partial
 from whale.planner.search.refine import refined
 from whale.planner.search.space import Chain, Mesh, pools_of
 from whale.planner.search.table import CostTable
+from whale.strategies.profile import profile_model
 
 FAST, SLOW = card("fast", gib=1.0), card("slow", gib=0.5)
+A100 = device_types()["A100-SXM4-80GB"]
 BATCH = 32
 
 
@@ -56,6 +63,27 @@ def test_rows_that_a_replica_holds_are_those_of_its_fullness() -> None:
                 assert full(rows) == wanted
                 seen.add(wanted)
     assert seen == {True, False}
+
+
+def test_the_memory_of_a_stage_is_that_of_the_plan_where_micro_batches_share_casts() -> None:
+    model = decoder(layers=4, heads=4, width=256).float().to("meta")
+    given = profile_model(model, tokens(8, 8), tensor_degrees=(1,), precision="bf16")
+    cluster, cut, num = (
+        Cluster.homogeneous(2, A100, intra=A100.intra_node),
+        given.paths.index("layers.2"),
+        len(given.layers),
+    )
+    prices = CostModel.of(given, cluster, precision="bf16", batch=8)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(given.paths, num, None))
+    stages = [
+        StageChoice(first=first, last=last, ranks=(rank,), data=1, tensor=1, rows=(1,))
+        for rank, (first, last) in enumerate(((0, cut), (cut, num)))
+    ]
+    own = meshes.costs(Mesh((1,), 1), 1, 8).slices[0]
+    for stage, device in zip(stages, score(prices, stages, micro_batches=8).prediction.memory, strict=True):
+        part = [meshes.chain.bounds.index(end) for end in (stage.first, stage.last)]
+        held = in_flight("1f1b", 2, device.rank, 8)
+        assert own.fullness(*part, held) * own.room == pytest.approx(device.total - device.framework, rel=1e-3)
 
 
 def test_reach_is_the_first_part_that_fits() -> None:
