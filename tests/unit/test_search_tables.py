@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -17,7 +18,7 @@ from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import StageChoice
 from whale.planner.search.evaluate import score
 from whale.planner.search.partial_plans import PartialPlan, likely_cuts, score_partial
-from whale.planner.search.refine import refined
+from whale.planner.search.refine import _moves, refined
 from whale.planner.search.space import Chain, Mesh, pools_of
 from whale.planner.search.table import CostTable
 from whale.strategies.profile import profile_model
@@ -117,3 +118,24 @@ def test_a_descent_finds_the_mesh_that_is_best_if_stages_are_equal() -> None:
     )
     assert sum(sum(mesh.counts) for mesh in end.draft.meshes) == 8
     assert end.seconds < 0.6 * begin.timed.seconds
+
+
+def test_each_stage_is_divided_otherwise_at_its_cuts_where_that_is_faster() -> None:
+    """Also where a mesh is slower with the whole chain, whose gradients its replicas sum over a slow network."""
+    model = decoder(layers=6, heads=4, width=512).float().to("meta")
+    given = profile_model(model, tokens(8, 64), tensor_degrees=(1, 2, 4))
+    slow = Link(bandwidth=1e9, latency=5e-5)
+    cluster = Cluster.homogeneous(24, A100, num_devices_per_node=2, intra=A100.intra_node, inter=slow)
+    prices = CostModel.of(given, cluster, batch=16)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(given.paths, len(given.layers), None))
+    draft = PartialPlan(meshes=(Mesh((4,), 2),) * 6, starts=(0, 1, 2, 4, 5, 6), micro_batches=2, schedule="1f1b")
+    begin = score_partial(meshes, draft, 16)
+    found = set(_moves(meshes, begin, 16, [2], 6))
+    faster = 0
+    for (stage, (mesh, first, last)), degree in product(enumerate(draft.stages(len(meshes.chain))), (1, 4)):
+        other = Mesh(mesh.counts, degree)
+        ahead, back, _ = meshes.costs(other, 8, 2).seconds(first, last)
+        if ahead + back < begin.times.forward[stage] + begin.times.backward[stage]:
+            faster += 1
+            assert replace(draft, meshes=(*draft.meshes[:stage], other, *draft.meshes[stage + 1 :])) in found
+    assert faster
