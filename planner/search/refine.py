@@ -275,10 +275,11 @@ def _redivided(meshes: CostTable, scored: Scored, batch: int) -> Iterator[Partia
         spent = scored.times.forward[stage] + scored.times.backward[stage]
         for division in fit_divisions(meshes, mesh.counts):
             changed = Mesh(mesh.counts, *division)
-            if changed != mesh and changed.data <= rows:
+            sequence = _put(draft.meshes, {stage: changed})
+            if changed != mesh and changed.data <= rows and allowed(meshes, sequence, draft.starts):
                 ahead, back, _ = meshes.costs(changed, rows, count).seconds(first, last)
                 if ahead + back < spent:
-                    yield replace(draft, meshes=_put(draft.meshes, {stage: changed}))
+                    yield replace(draft, meshes=sequence)
 
 
 def _given_devices(meshes: CostTable, scored: Scored, stage: int) -> Iterator[tuple[Mesh, ...]]:
