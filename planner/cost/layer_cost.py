@@ -263,7 +263,7 @@ class LayerCosts:
         return cast_bytes(self.profile.kinds[kind], **how)
 
     def shared_casts_of(self, kind: int, degrees: Degrees) -> float:
-        """Those that micro-batches keep together: none where backwards cast again."""
+        """Bytes of the casts that micro-batches keep together: none where backwards cast again."""
         return self.casts_of(kind, degrees) if self.stack.recompute == "none" else 0.0
 
     def working(self, kind: int, type_: DeviceType, degrees: Degrees, rows: float) -> float:

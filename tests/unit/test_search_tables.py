@@ -82,9 +82,9 @@ def test_the_memory_of_a_stage_is_that_of_the_plan_where_micro_batches_share_cas
     ]
     own = meshes.costs(Mesh((1,), 1), 1, 8).slices[0]
     for stage, device in zip(stages, score(prices, stages, micro_batches=8).prediction.memory, strict=True):
-        part = [meshes.chain.bounds.index(end) for end in (stage.first, stage.last)]
+        first, last = (meshes.chain.bounds.index(end) for end in (stage.first, stage.last))
         held = in_flight("1f1b", 2, device.rank, 8)
-        assert own.fullness(*part, held) * own.room == pytest.approx(device.total - device.framework, rel=1e-3)
+        assert own.fullness(first, last, held) * own.room == pytest.approx(device.total - device.framework, rel=1e-3)
 
 
 def test_reach_is_the_first_part_that_fits() -> None:
