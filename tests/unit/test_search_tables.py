@@ -87,6 +87,24 @@ def test_the_memory_of_a_stage_is_that_of_the_plan_where_micro_batches_share_cas
         assert own.fullness(first, last, held) * own.room == pytest.approx(device.total - device.framework, rel=1e-3)
 
 
+def test_a_replica_without_rows_keeps_no_casts() -> None:
+    model = decoder(layers=4, heads=4, width=32).float().to("meta")
+    given = profile_model(model, tokens(8, 8), tensor_degrees=(1,), precision="bf16")
+    cluster, cut, num = (
+        Cluster.homogeneous(4, A100, intra=A100.intra_node),
+        given.paths.index("layers.2"),
+        len(given.layers),
+    )
+    prices = CostModel.of(given, cluster, precision="bf16", batch=8)
+    stages = [
+        StageChoice(first=first, last=last, ranks=ranks, data=2, tensor=1, rows=(2, 0))
+        for first, last, ranks in ((0, cut, (0, 1)), (cut, num, (2, 3)))
+    ]
+    memory = {device.rank: device for device in score(prices, stages, micro_batches=4).prediction.memory}
+    assert memory[0].activations > 0
+    assert memory[1].activations == 0
+
+
 def test_reach_is_the_first_part_that_fits() -> None:
     own = table().costs(Mesh((0, 2), 1), 32, 4).slices[0]
     for held in (1, 2, 5, 9):
