@@ -40,10 +40,11 @@ from hunt_cases import Problem, drawn
 from hunt_rivals import Makers, Rival, rivals
 
 from whale.cli.model_loader import load_model
-from whale.cli.search import _Model, search
+from whale.cli.search import SearchedModel, search
 from whale.commands.plan_writer import Choice, PlanWriter, Trial
 from whale.commands.searching import Searched, search_plans, settings_for
 from whale.compile.compilation import Compilation
+from whale.compile.compile import Options
 from whale.errors import InfeasibleError, ScheduleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.planner.catalog import device_types
@@ -129,7 +130,7 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
     wall, busy = time.monotonic(), time.process_time()
     loaded = load_model(problem.model, dict(problem.settings), batch_size=problem.batch, device="meta")
     with click.Context(search):
-        model = _Model.of(loaded, None, cluster, problem.precision, "adamw", (), rules=False)
+        model = SearchedModel.of(loaded, None, cluster, problem.precision, "adamw", (), Options(), rules=False)
     slower = max(1.0, (time.monotonic() - wall) / max(0.1, time.process_time() - busy))
     settings = SearchSettings(
         precision=problem.precision or BY_DTYPE.get(model.profile.precision, "fp32"),

@@ -31,8 +31,9 @@ from hunt_cases import EXAMPLES, Problem
 from hunt_rivals import Makers, Mesh, random_meshes, simple_meshes
 
 from whale.cli.model_loader import load_model
-from whale.cli.search import _Model, search
+from whale.cli.search import SearchedModel, search
 from whale.commands.plan_writer import Choice, PlanWriter, Trial
+from whale.compile.compile import Options
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.planner.catalog import device_types
@@ -156,7 +157,7 @@ def ratios(name: str, settings: dict[str, Any], text: str, num: int, seed: str) 
     path = name if name.startswith("hf:") else f"{EXAMPLES / name}.py:{name}"
     loaded = load_model(path, settings, batch_size=BATCH, device="meta")
     with click.Context(search):
-        model = _Model.of(loaded, None, cluster, None, "adamw", (), rules=False)
+        model = SearchedModel.of(loaded, None, cluster, None, "adamw", (), Options(), rules=False)
     precision = BY_DTYPE.get(model.profile.precision, "fp32")
     problem = Problem(seed=0, number=0, model=path, settings=settings, cluster=text, batch=BATCH, precision=precision)
     makers = Makers.of(model.profile, cluster, SearchSettings(precision=precision), problem)

@@ -252,11 +252,19 @@ class LayerCosts:
     def casts(self, layers: Iterable[int], degrees: Degrees) -> float:
         """Bytes of casts of the parameters of *layers* to the precision of autocast, one of each: micro-batches that
         save them share them, and stretches of parameters are gathered as these."""
+        kinds = Counter(map(self.profile.layers.__getitem__, layers))
+        return sum(count * self.casts_of(kind, degrees) for kind, count in kinds.items())
+
+    def casts_of(self, kind: int, degrees: Degrees) -> float:
+        """The same of a layer of a kind."""
         if not self.runs:
             return 0.0
         how: dict[str, Any] = {"tensor_degree": degrees[0], "expert_degree": degrees[1], "precision": self.precision}
-        kinds = Counter(map(self.profile.layers.__getitem__, layers))
-        return sum(count * cast_bytes(self.profile.kinds[kind], **how) for kind, count in kinds.items())
+        return cast_bytes(self.profile.kinds[kind], **how)
+
+    def shared_casts_of(self, kind: int, degrees: Degrees) -> float:
+        """Bytes of the casts that micro-batches keep together: none where backwards cast again."""
+        return self.casts_of(kind, degrees) if self.stack.recompute == "none" else 0.0
 
     def working(self, kind: int, type_: DeviceType, degrees: Degrees, rows: float) -> float:
         """Bytes that a layer needs beside them while it runs."""

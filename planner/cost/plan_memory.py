@@ -225,7 +225,8 @@ class PlanMemory(PlanKinds):
 
     def _kept(self, own: tuple[int, ...], place: int) -> int:
         """Bytes that ranks which run the stages *own* save at a time for backwards."""
-        shared = [self._shared_casts(index) for index in own]
+        # A replica without rows casts nothing.
+        shared = [min(self._shared_casts(index), self.costs[index][place].kept) for index in own]
         sizes = [self.costs[index][place].kept - casts for index, casts in zip(own, shared, strict=True)]
         gathered = self.stages[own[0]].level > 0  # then the casts are the gathered parameters
         return self._in_flight(own, sizes) + (0 if gathered else round(sum(shared)))

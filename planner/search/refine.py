@@ -174,6 +174,7 @@ def _moves(
         looked += len(sequence) if cuts else 0
         if looked >= STAGES_LOOKED_AT:
             break
+    yield from _redivided(meshes, scored, batch)
 
 
 def _by_evenness(
@@ -261,6 +262,24 @@ def _shifted(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialP
                 starts = (*draft.starts[:stage], moved, *draft.starts[stage + 1 :])
                 if allowed(meshes, draft.meshes, starts):
                     yield replace(draft, starts=starts)
+
+
+def _redivided(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialPlan]:
+    """The same cuts with a stage at another degree, at which its tasks take less time: what a stage of few parameters
+    gains by more replicas does not show where meshes are compared by the whole chain."""
+    draft = scored.draft
+    count, rows = draft.micro_batches, meshes.rows(batch, draft.micro_batches)
+    every = list(draft.stages(len(meshes.chain)))
+    for stage in sorted(range(len(every)), key=lambda stage: -scored.loads[stage])[:MOST_REMESHED]:
+        mesh, first, last = every[stage]
+        spent = scored.times.forward[stage] + scored.times.backward[stage]
+        for division in fit_divisions(meshes, mesh.counts):
+            changed = Mesh(mesh.counts, *division)
+            sequence = _put(draft.meshes, {stage: changed})
+            if changed != mesh and changed.data <= rows and allowed(meshes, sequence, draft.starts):
+                ahead, back, _ = meshes.costs(changed, rows, count).seconds(first, last)
+                if ahead + back < spent:
+                    yield replace(draft, meshes=sequence)
 
 
 def _given_devices(meshes: CostTable, scored: Scored, stage: int) -> Iterator[tuple[Mesh, ...]]:

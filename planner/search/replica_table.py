@@ -170,10 +170,11 @@ class ReplicaTable(MeshSpace):
     def _priced(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
         """`_table` of a number of rows that is priced, for as many micro-batches that accumulate gradients."""
         kinds, (far, near) = range(len(self.prices.profile.kinds)), self._targets_of(group)
-        found = []
+        degrees, found = (group.tensor, group.expert), []
         for kind in kinds:
             one = self.prices.layer(kind, group, rows, micro_batches)
-            kept, working = (self.prices.waste * amount for amount in (one.kept, one.working))
+            own = max(0.0, one.kept - self.prices.shared_casts_of(kind, degrees))
+            kept, working = (self.prices.waste * amount for amount in (own, one.working))
             sent = self._sent(kind, group, far, rows)
             within = sent if near == far else self._sent(kind, group, near, rows)
             found.append((one.forward, one.backward, one.update, kept, working, one.accumulation, *sent, *within))
@@ -273,11 +274,12 @@ class ReplicaTable(MeshSpace):
                     for rows in (1, 2)
                 )
                 amounts = [(2 * a - b, b - a) for a, b in zip(one, two, strict=True)]
+                amounts[0] = (amounts[0][0] - prices.shared_casts_of(kind, (tensor, expert)), amounts[0][1])
                 by_rows = [prices.waste * amount for pair in amounts for amount in pair]
                 own, frozen = prices.parameters_of(kind, tensor, expert), prices.frozen_of(kind, tensor, expert)
                 shards = self._most_shards(pool, tensor)
                 state = prices.lasting(prices.state(sum(own), frozen, shards=shards, zero=prices.stack.zero), 1)
-                found.append((state, *by_rows, num))
+                found.append((state + self._casts(kind, tensor, expert), *by_rows, num))
             self._needs[key] = np.array(found).T
         return self._needs[key]
 
@@ -370,18 +372,26 @@ class ReplicaTable(MeshSpace):
             prices, kinds, zero = self.prices, range(len(self.prices.profile.kinds)), self.prices.stack.zero
             dense, experts = zip(*(prices.parameters_of(kind, tensor, expert) for kind in kinds), strict=True)
             elements = list(map(sum, zip(dense, experts, strict=True)))
-            states = []
+            states, casts = [], [self._casts(kind, tensor, expert) for kind in kinds]
             for kind in kinds:
                 frozen = prices.frozen_of(kind, tensor, expert)
                 state = prices.state(dense[kind], frozen, shards=shards * expert, zero=zero)
                 state += prices.state(experts[kind], shards=shards, zero=zero)
-                states.append(prices.lasting(state, micro_batches))
+                states.append(prices.lasting(state, micro_batches) + casts[kind])
             steps = [prices.waste * prices.step_bytes(number) / (shards if zero else 1) for number in elements]
+            steps = [step - cast for step, cast in zip(steps, casts, strict=True)]  # they are gone while it steps
             found = np.array([dense, experts, states, steps]) @ self._counts
             for parts, shared in self.tied:  # its gradient is one, ready with the first of its readers
                 found[0] -= shared / tensor * np.searchsorted(parts[1:], np.arange(found.shape[1]), side="left")
             self._parameters[key] = found[0], found[1], found[2], found[3]
         return self._parameters[key]
+
+    def _casts(self, kind: int, tensor: int, expert: int) -> float:
+        """Bytes of the casts of a layer's parameters that all micro-batches share, with the allocator's waste; where
+        state is divided parameters are gathered as these."""
+        if self.prices.stack.zero:
+            return 0.0
+        return self.prices.waste * self.prices.shared_casts_of(kind, (tensor, expert))
 
     def _tied_state(self, tensor: int, shards: float = 1.0, micro_batches: int = 1) -> Tied:
         """Bytes of the states of each tied parameter, with its parts."""

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
 from tests.chains import card, chain, layer, machines
-from whale.ir.cluster import Link
+from tests.small_models import decoder, tokens
+from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
+from whale.planner.catalog import device_types
 from whale.planner.cost.stage import CostModel
+from whale.planner.schedules.in_flight import in_flight
+from whale.planner.search import StageChoice
+from whale.planner.search.evaluate import score
 from whale.planner.search.partial_plans import PartialPlan, likely_cuts, score_partial
-from whale.planner.search.refine import refined
+from whale.planner.search.refine import _moves, refined
 from whale.planner.search.space import Chain, Mesh, pools_of
 from whale.planner.search.table import CostTable
+from whale.strategies.profile import profile_model
 
 FAST, SLOW = card("fast", gib=1.0), card("slow", gib=0.5)
+A100 = device_types()["A100-SXM4-80GB"]
 BATCH = 32
 
 
@@ -58,6 +66,45 @@ def test_rows_that_a_replica_holds_are_those_of_its_fullness() -> None:
     assert seen == {True, False}
 
 
+def test_the_memory_of_a_stage_is_that_of_the_plan_where_micro_batches_share_casts() -> None:
+    model = decoder(layers=4, heads=4, width=256).float().to("meta")
+    given = profile_model(model, tokens(8, 8), tensor_degrees=(1,), precision="bf16")
+    cluster, cut, num = (
+        Cluster.homogeneous(2, A100, intra=A100.intra_node),
+        given.paths.index("layers.2"),
+        len(given.layers),
+    )
+    prices = CostModel.of(given, cluster, precision="bf16", batch=8)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(given.paths, num, None))
+    stages = [
+        StageChoice(first=first, last=last, ranks=(rank,), data=1, tensor=1, rows=(1,))
+        for rank, (first, last) in enumerate(((0, cut), (cut, num)))
+    ]
+    own = meshes.costs(Mesh((1,), 1), 1, 8).slices[0]
+    for stage, device in zip(stages, score(prices, stages, micro_batches=8).prediction.memory, strict=True):
+        first, last = (meshes.chain.bounds.index(end) for end in (stage.first, stage.last))
+        held = in_flight("1f1b", 2, device.rank, 8)
+        assert own.fullness(first, last, held) * own.room == pytest.approx(device.total - device.framework, rel=1e-3)
+
+
+def test_a_replica_without_rows_keeps_no_casts() -> None:
+    model = decoder(layers=4, heads=4, width=32).float().to("meta")
+    given = profile_model(model, tokens(8, 8), tensor_degrees=(1,), precision="bf16")
+    cluster, cut, num = (
+        Cluster.homogeneous(4, A100, intra=A100.intra_node),
+        given.paths.index("layers.2"),
+        len(given.layers),
+    )
+    prices = CostModel.of(given, cluster, precision="bf16", batch=8)
+    stages = [
+        StageChoice(first=first, last=last, ranks=ranks, data=2, tensor=1, rows=(2, 0))
+        for first, last, ranks in ((0, cut, (0, 1)), (cut, num, (2, 3)))
+    ]
+    memory = {device.rank: device for device in score(prices, stages, micro_batches=4).prediction.memory}
+    assert memory[0].activations > 0
+    assert memory[1].activations == 0
+
+
 def test_reach_is_the_first_part_that_fits() -> None:
     own = table().costs(Mesh((0, 2), 1), 32, 4).slices[0]
     for held in (1, 2, 5, 9):
@@ -89,3 +136,24 @@ def test_a_descent_finds_the_mesh_that_is_best_if_stages_are_equal() -> None:
     )
     assert sum(sum(mesh.counts) for mesh in end.draft.meshes) == 8
     assert end.seconds < 0.6 * begin.timed.seconds
+
+
+def test_each_stage_is_divided_otherwise_at_its_cuts_where_that_is_faster() -> None:
+    """Also where a mesh is slower with the whole chain, whose gradients its replicas sum over a slow network."""
+    model = decoder(layers=6, heads=4, width=512).float().to("meta")
+    given = profile_model(model, tokens(8, 64), tensor_degrees=(1, 2, 4))
+    slow = Link(bandwidth=1e9, latency=5e-5)
+    cluster = Cluster.homogeneous(24, A100, num_devices_per_node=2, intra=A100.intra_node, inter=slow)
+    prices = CostModel.of(given, cluster, batch=16)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(given.paths, len(given.layers), None))
+    draft = PartialPlan(meshes=(Mesh((4,), 2),) * 6, starts=(0, 1, 2, 4, 5, 6), micro_batches=2, schedule="1f1b")
+    begin = score_partial(meshes, draft, 16)
+    found = set(_moves(meshes, begin, 16, [2], 6))
+    faster = 0
+    for (stage, (mesh, first, last)), degree in product(enumerate(draft.stages(len(meshes.chain))), (1, 4)):
+        other = Mesh(mesh.counts, degree)
+        ahead, back, _ = meshes.costs(other, 8, 2).seconds(first, last)
+        if ahead + back < begin.times.forward[stage] + begin.times.backward[stage]:
+            faster += 1
+            assert replace(draft, meshes=(*draft.meshes[:stage], other, *draft.meshes[stage + 1 :])) in found
+    assert faster
