@@ -2,7 +2,7 @@
 
     python benchmarks/allocate.py --write 2026-11-26
 
-200 training jobs of three sizes of GPT arrive at random (seeded) at 2 nodes of 8 A100 and 2 of 8 V100, more than these
+200 training jobs of three sizes of GPT arrive at random (seeded) at 2 nodes of 4 A100 and 2 of 4 V100, more than these
 can take at times. Nodes fail and come back. A job whose devices change, or one of whose devices fails, loses a minute
 to start, search and reshard, and in the second case also what it did since its last checkpoint. The speeds of every
 model on every number of devices are those of the plans that the search finds; the trace is simulated. `equal shares`
@@ -45,11 +45,11 @@ CLUSTER = """
 inter_node = {bandwidth = "100 Gbit/s", latency = "15 us"}
 [[nodes]]
 count = 2
-devices = 8
+devices = 4
 device = "A100-SXM4-80GB"
 [[nodes]]
 count = 2
-devices = 8
+devices = 4
 device = "V100-SXM2-32GB"
 """
 
@@ -58,7 +58,7 @@ MODELS = {
     "medium": {"layers": 12, "hidden": 768, "heads": 12, "seq": 512},
     "large": {"layers": 24, "hidden": 1024, "heads": 16, "seq": 512},
 }
-BATCHES = {"small": (64, 256), "medium": (64, 256), "large": (64, 256)}
+BATCHES = {"small": (64, 256), "medium": (64,), "large": (64,)}
 NOISE_SCALE = 512.0
 
 
@@ -80,11 +80,11 @@ def drawn(seed: int, speeds: dict[str, np.ndarray], capacity: tuple[int, ...], m
     changes, down = [], [0] * len(capacity)
     events: list[tuple[float, int, int]] = []
     for kind, number in enumerate(capacity):
-        for _ in range(number // 8):
+        for _ in range(number // 4):
             at = 0.0
             while (at := at + draw.expovariate(1 / NODE_FAILS_AFTER_SECONDS)) < 2 * now:
                 back = at + draw.expovariate(1 / NODE_IS_BACK_AFTER_SECONDS)
-                events += [(at, kind, 8), (back, kind, -8)]
+                events += [(at, kind, 4), (back, kind, -4)]
                 at = back
     for at, kind, lost in sorted(events):
         down[kind] += lost
@@ -140,7 +140,7 @@ def main() -> None:
         "whale allocate": LeastCompletion(given.counts, RESTART_SECONDS),
         "equal shares": equal_shares(given.counts),
         "first come": first_come(given.counts),
-        "one node each": limited(first_come(given.counts), given.counts, 8),
+        "one node each": limited(first_come(given.counts), given.counts, 4),
     }
     for seed in range(1):
         trace = drawn(seed, speeds, given.capacity, MEAN_ARRIVAL_SECONDS)

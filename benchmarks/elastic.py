@@ -5,7 +5,8 @@
 Four machines, processes of this one that stand for two fast devices, one of half and one of a third of their speed,
 run `examples/elastic.py` under `whale run --elastic 3:4`, in float64, with a checkpoint every other step. One of the
 fast ones is killed with its rank (SIGKILL), and later comes back. Each time all search a plan for the devices that are
-there, load the newest checkpoint and go on; the losses of all attempts are compared with those of one process.
+there, or find that of the first start where these are there again, load the newest checkpoint and go on; the losses of
+all attempts are compared with those of one process.
 
 `detection` is from the loss to the first machine that notes it; `rendezvous` until ranks are started, with 5 s in which
 others may still come, and up to 8 s until torch takes a silent machine for lost; `start` is Python, torch and

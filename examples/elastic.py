@@ -64,7 +64,15 @@ run = os.environ.get("TORCHELASTIC_RUN_ID", str(os.getpid()))
 runs = arguments.directory or Path(tempfile.gettempdir()) / f"whale-elastic-{run}"
 
 began = time.time()
-model = whale.parallelize(build(), batch(0), plan="auto", cluster=arguments.cluster, device="cpu", timeout_seconds=60)
+model = whale.parallelize(
+    build(),
+    batch(0),
+    plan="auto",
+    plan_cache=runs / "plans",  # devices that were there before have their plan at once
+    cluster=arguments.cluster,
+    device="cpu",
+    timeout_seconds=60,
+)
 searched = time.time()
 optimizer = optimizer_of(model)
 size = whale.BatchSize(8)  # it stays; with other rows the learning rate would follow

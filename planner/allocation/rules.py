@@ -8,8 +8,8 @@ that do not speed up in proportion), so it is solved in three steps:
    that are left, of jobs x options x states (`Shares.least`);
 2. a policy lets the first k jobs share, of those that weigh most for what they take (Smith's rule), and favours short
    jobs by a power of their length, because long ones will have their devices; after each job that is done, again;
-3. each policy is followed to the end, from each start; the start of the best is refined, a job at a time and two jobs
-   at a time, as long as the sum falls.
+3. each policy is followed to the end, from each start; of few jobs the start of the best is refined, one or two jobs
+   at a time, as long as the sum falls. The last two jobs are given the best of all their options.
 
 Heuristic: steps 2 and 3; the tests compare them with all allocations at all completions of small cases.
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations_with_replacement, product
+from itertools import permutations, product
 from math import inf
 
 import numpy as np
@@ -39,6 +39,10 @@ POWERS = (1.0, 0.5, 0.0, -0.5)
 
 FEW = 4
 """Number of jobs up to which starts of policies are tried after every job that is done, and starts are refined."""
+
+
+REFINED = 100
+"""Most starts that are tried besides those of policies, each with all that may follow."""
 
 
 class Shares:
@@ -113,12 +117,13 @@ class LeastCompletion:
             total = self._from(jobs, start, capacity) if few else self._followed(jobs, start, capacity, policy)
             if total < best:
                 best, given = total, list(start)
-        better = few
+        better, left = few, REFINED
         while better:
             better = False
             for start in self._near(jobs, given, capacity):
-                if start not in tried:
+                if start not in tried and left:
                     tried.add(start)
+                    left -= 1
                     total = self._from(jobs, start, capacity)
                     if total < best * (1 - 1e-9):
                         best, given, better = total, list(start), True
@@ -140,8 +145,34 @@ class LeastCompletion:
         rest = [job.after(seconds) for job in now if job.left_seconds > seconds]
         if not rest:
             return sum_
+        if len(rest) <= 2 and all(self._able(job, capacity) for job in rest):
+            return sum_ + (
+                self._last(rest[0], capacity) if len(rest) == 1 else self._last_two(rest[0], rest[1], capacity)
+            )
         starts = {tuple(policy(rest, capacity)) for policy in self._policies(len(rest))}
         return sum_ + min(self._from(rest, start, capacity) for start in starts)
+
+    def _last(self, job: Demand, capacity: tuple[int, ...]) -> float:
+        """The least weighted time of a job alone."""
+        return job.weight * float(job.seconds(self.restart_seconds)[_within(self.shares.counts, capacity)].min())
+
+    def _last_two(self, one: Demand, other: Demand, capacity: tuple[int, ...]) -> float:
+        """The least weighted sum of two jobs alone, over all their options; the last then has all devices, if that pays
+        for its restart."""
+        allowed = _within(self.shares.counts, capacity)
+        fits = (self.shares.counts[:, None] + self.shares.counts[None, :] <= capacity).all(axis=2)
+        times = [job.seconds(self.restart_seconds) for job in (one, other)]
+        grids = [times[0][:, None], times[1][None, :]]
+        first = np.minimum(*grids)
+        sums = (one.weight + other.weight) * first
+        for job, grid, axis in zip((one, other), grids, (0, 1), strict=True):
+            speeds = job.speeds if axis == 1 else job.speeds[:, None]
+            with np.errstate(invalid="ignore"):
+                left = np.where(np.isfinite(grid), grid - first, inf)
+                work = np.where(np.isfinite(grid), np.minimum(job.work, left * speeds), job.work)
+            again = self.restart_seconds + work / job.speeds[allowed].max()
+            sums = sums + job.weight * np.where(grid > first, np.minimum(left, again), 0.0)
+        return float(np.where(fits & np.isfinite(first), sums, inf).min())
 
     def _able(self, job: Demand, capacity: tuple[int, ...]) -> bool:
         """Whether it runs on some of these devices."""
@@ -191,15 +222,18 @@ class LeastCompletion:
     def _near(
         self, jobs: Sequence[Demand], given: Sequence[int], capacity: tuple[int, ...]
     ) -> Iterator[tuple[int, ...]]:
-        """Starts that differ in one or two jobs."""
-        own = [[NOTHING, *np.flatnonzero(job.speeds > 0)] for job in jobs]
-        for one, other in combinations_with_replacement(range(len(jobs)), 2):
-            for first, second in product(own[one], own[other] if other > one else [None]):
+        """Starts in which a job has other devices, and another one the same, or those of the rest that are fastest."""
+        counts = self.shares.counts
+        for one, other in permutations(range(len(jobs)), 2):
+            taken = counts[[option for job, option in enumerate(given) if job not in (one, other)]].sum(axis=0)
+            for first in (NOTHING, *np.flatnonzero(jobs[one].speeds > 0)):
                 start = list(given)
                 start[one] = int(first)
-                if second is not None:
-                    start[other] = int(second)
-                if start != list(given) and self.shares.fits(start, capacity):
+                if self.shares.fits(start, capacity):
+                    yield tuple(start)
+                left = np.array(capacity) - taken - counts[first]
+                if (left >= 0).all():
+                    start[other] = _fastest(jobs[other], _within(counts, left))
                     yield tuple(start)
 
 
@@ -250,7 +284,7 @@ def _fastest(job: Demand, allowed: NDArray[np.bool_]) -> int:
     return int(speeds.argmax()) if speeds.max() > 0 else NOTHING
 
 
-def _within(counts: NDArray[np.int64], devices: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _within(counts: NDArray[np.int64], devices: NDArray[np.int64] | tuple[int, ...]) -> NDArray[np.bool_]:
     """Mask of the options that take no more than these devices."""
     return np.asarray((counts <= devices).all(axis=1))
 

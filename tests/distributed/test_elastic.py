@@ -6,6 +6,7 @@ Machines are processes of this one. Where only they matter, scripts are plain Py
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -69,9 +71,12 @@ def lose(machine: Machine) -> None:
 
 
 def port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    """A free port that no connection is given: machines bind it seconds later."""
+    while True:
+        number = random.SystemRandom().randint(20_000, 30_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", number))
+            return str(number)
 
 
 def wait_for(path: Path, text: str) -> None:

@@ -19,6 +19,7 @@ from whale.cli.doctor import doctor
 from whale.cli.estimate import estimate
 from whale.cli.explain import diff, explain
 from whale.cli.export import export
+from whale.cli.launch import launch
 from whale.cli.plan import plan
 from whale.cli.profile import profile
 from whale.cli.report import report
@@ -90,6 +91,7 @@ app.add_command(diff)
 app.add_command(estimate)
 app.add_command(explain)
 app.add_command(export)
+app.add_command(launch)
 app.add_command(plan)
 app.add_command(profile)
 app.add_command(run)

@@ -20,9 +20,11 @@ import torch.distributed as dist
 from whale.errors import WhaleError, WorkerError
 from whale.runtime.messages import Work
 
-__all__ = ["Failures"]
+__all__ = ["LOST", "Failures"]
 
 _FAILURE = "whale/failure"
+LOST = "whale/lost"
+"""Key that a rank sets in the store when others did not come, or closed the connection."""
 _GRACE_SECONDS = 1.0
 """Seconds for which a rank that lost another waits for its report; reports are written before connections close."""
 
@@ -96,6 +98,9 @@ class Failures:
     def lost(self, what: str, ranks: Sequence[int], error: BaseException) -> WorkerError:
         """Return the error for failed communication with ``ranks``, and report it if it is the first failure."""
         late = self._late(what, ranks)
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(LOST, "")
         first = self.first(_GRACE_SECONDS)
         if first is not None and first.rank != self.rank:
             return WorkerError.after(first.code, f"{first.message} [rank {self.rank} was waiting for {what}]")

@@ -7,14 +7,24 @@ content of messages.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from whale.errors import WhaleError, WorkerError
+from whale.runtime.failure import LOST
 from whale.runtime.launch import World
 
 __all__ = ["Board", "from_first"]
+
+SLICE_SECONDS = 1.0
+"""Time between two looks whether a rank was lost."""
+
+GRACE_SECONDS = 3.0
+"""Time after a rank was lost for messages of the others."""
 
 
 class Board:
@@ -50,16 +60,23 @@ class Board:
         """Wait for a message and return it.
 
         Raises:
-            WorkerError: the wait timed out.
+            WorkerError: the wait timed out, or a rank was lost meanwhile, which would have to write it.
         """
         store = self.world.store
         if store is None:
             return self._own[key]
-        try:
-            store.wait([f"{self.topic}/{self._number}/{key}"], timedelta(seconds=self.patience_seconds))
-            return json.loads(store.get(f"{self.topic}/{self._number}/{key}"))
-        except RuntimeError as error:
-            raise self.world.failures.lost(f"{key} of the {self.topic}", (), error) from error
+        name = f"{self.topic}/{self._number}/{key}"
+        end, lost_at = time.monotonic() + self.patience_seconds, None
+        while True:
+            left = min(end, end if lost_at is None else lost_at + GRACE_SECONDS) - time.monotonic()
+            try:
+                store.wait([name], timedelta(seconds=max(0.01, min(SLICE_SECONDS, left))))
+                return json.loads(store.get(name))
+            except RuntimeError as error:
+                if left <= SLICE_SECONDS or not isinstance(error, dist.DistStoreError):
+                    raise self.world.failures.lost(f"{key} of the {self.topic}", (), error) from error
+                if lost_at is None and store.check([LOST]):
+                    lost_at = time.monotonic()
 
 
 def from_first(world: World, topic: str, make: Callable[[], str], *, patience_seconds: float) -> str:

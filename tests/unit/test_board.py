@@ -1,0 +1,41 @@
+"""Messages between ranks: a wait ends soon after a rank was lost that would have to write."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from whale.errors import WorkerError
+from whale.runtime.failure import Failures
+from whale.runtime.launch import World
+from whale.runtime.store import Board
+
+
+def world() -> World:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    failures = Failures(0, store, 120.0)
+    return World(rank=0, size=3, device=torch.device("cpu"), failures=failures, store=store)
+
+
+def test_a_message_is_not_awaited_from_a_rank_that_is_lost() -> None:
+    own = world()
+    board = Board(own, "checkpoint", patience_seconds=120.0)
+    own.failures.lost("a step", (1,), RuntimeError("connection reset by peer"))
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="written/1 of the checkpoint"):
+        board.get("written/1")
+    assert time.monotonic() - began < 20
+
+
+def test_what_is_there_is_read_although_a_rank_is_lost() -> None:
+    own = world()
+    board = Board(own, "checkpoint", patience_seconds=120.0)
+    own.failures.lost("a step", (1,), RuntimeError("connection reset by peer"))
+    board.put("written/2", ["digest", ""])
+    assert board.get("written/2") == ["digest", ""]
+
+
+def test_a_wait_ends_with_its_patience() -> None:
+    with pytest.raises(WorkerError, match="folder of the checkpoint"):
+        Board(world(), "checkpoint", patience_seconds=0.2).get("folder")
