@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from whale.runtime.host import copied_by
+from whale.runtime.owned import HeldUnit
 
 Step = Callable[[], object]
 
@@ -65,6 +69,25 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
         return result
+
+
+@contextmanager
+def hosted_left_out(live: LiveBytes) -> Iterator[None]:
+    """Leave out what would be in the host's memory beside a GPU."""
+    make = HeldUnit._on_host
+
+    def elsewhere(make: Any, *of: Any) -> Tensor:
+        live.is_elsewhere = True
+        found: Tensor = make(*of)
+        live.is_elsewhere = False
+        return found
+
+    HeldUnit._on_host = lambda unit, size: elsewhere(make, unit, size)  # type: ignore[method-assign]
+    try:
+        with copied_by(lambda like: elsewhere(torch.empty_like, like)):
+            yield
+    finally:
+        HeldUnit._on_host = make  # type: ignore[method-assign]
 
 
 def peak_of(step: Step, live: LiveBytes) -> int:

@@ -139,8 +139,9 @@ class PlanMemory(PlanKinds):
 
         Two buckets of parameters that tasks gather are there: one that is read and the next. Sums of gradients have a
         bucket that is not complete, and two on their way to their owners with what each receives, which on processors
-        are the terms of all ranks, and the sum. They are there while what is kept is freed, unless gradients are summed
-        in each micro-batch. *activations* are the bytes that all micro-batches keep, that one keeps, and of what runs.
+        are the terms of the other ranks, and the sum. They are there while what is kept is freed, unless gradients are
+        summed in each micro-batch. *activations* are the bytes that all micro-batches keep, that one keeps, and of what
+        runs.
         """
         prices, stage, done = self.prices, self.stages[own[0]], self._exchanged[own[0]]
         size = prices.precision.element_bytes
@@ -155,8 +156,10 @@ class PlanMemory(PlanKinds):
         once = trained * held + apart * (1 - held)  # what stages share is whole
         unit = min(trained, prices.largest_bucket(stage.data_group, layers, stage.tensor, stage.expert, divided=True))
         exchanged = prices.gradient_bytes / size
-        received = exchanged * (unit if any(type_.is_processor for type_ in kind.group.types) else share * unit)
-        received = 2 * received + share * unit
+        received = exchanged * share * unit
+        if any(type_.is_processor for type_ in kind.group.types):  # of one micro-batch a bucket: small shares need it
+            received = exchanged * unit if self.micro_batches == 1 else received * (len(stage.data_group) - 1)
+        received = 2 * received + held * unit  # a sum on the host is not here
         if stage.data == 1 and (stage.expert > 1 or len(stage.data_group) == 1):
             received = 0.0  # a rank sums the largest buckets with no other
         kept, kept_one, working = activations

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import whale
-from benchmarks.live_bytes import LiveBytes, living, peak_of
+from benchmarks.live_bytes import LiveBytes, hosted_left_out, living, peak_of
 from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
@@ -22,9 +20,7 @@ from whale.ir.plan import Plan
 from whale.ir.state import StateSharding
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.peak_memory import peak_memory
-from whale.runtime.host import copied_by
 from whale.runtime.launch import World
-from whale.runtime.owned import HeldUnit
 
 STAGES = {"layers.0": stage(), "layers.1": stage()}
 EVERY = {"embed": stage(), "layers.0": stage(), "layers.1": stage(), "head": stage()}
@@ -60,24 +56,8 @@ def counted(world: World, layout: Any, options: dict[str, Any], optimizer: Optim
         update()
         module.zero_grad()
 
-    with LiveBytes(others) as live, not_counted(live):
+    with LiveBytes(others) as live, hosted_left_out(live):
         return peak_of(step, live)
-
-
-@contextmanager
-def not_counted(live: LiveBytes) -> Iterator[None]:
-    """Leave out what would be in the host's memory."""
-    make = HeldUnit._on_host
-
-    def elsewhere(make: Any, *of: Any) -> torch.Tensor:
-        live.is_elsewhere = True
-        found: torch.Tensor = make(*of)
-        live.is_elsewhere = False
-        return found
-
-    with pytest.MonkeyPatch.context() as patch, copied_by(partial(elsewhere, torch.empty_like)):
-        patch.setattr(HeldUnit, "_on_host", lambda unit, size: elsewhere(make, unit, size))
-        yield
 
 
 def plan_of(axis: str, shares: list[int]) -> dict[str, Any]:

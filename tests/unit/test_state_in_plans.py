@@ -221,7 +221,7 @@ def test_the_cost_model_knows_steps_in_the_backward(
     compilation = compile_model(model.to("meta"), tokens(16, 16), machines(2), options, device="cpu", training=True)
     real = peak_memory(compilation, 0, schedule="1f1b").total
     said = evaluate(wide, machines(2), stages, micro_batches=1, step_in_backward=True).prediction.memory[0]
-    assert real <= said.total <= 1.06 * real
+    assert real <= said.total <= 1.15 * real
     assert brief_peak_memory(compilation, 0, schedule="1f1b").total == pytest.approx(real, rel=0.01)
 
 

@@ -448,7 +448,7 @@ class _Trial:
             holder.grad = place
             self.live.mark(place, "gradients")
         for held in [held for held in self.units if held.unit.spec.each][-2:]:  # sums in flight
-            received = 0 if len(held.bounds) == 2 else len(held.bounds) - 1 if self.device == "cpu" else 1
+            received = 0 if len(held.bounds) == 2 else len(held.bounds) - 2 if self.device == "cpu" else 1
             size = held.bounds[-1] + received * held.own.numel()
             self.in_flight.append(torch.empty(size, dtype=held.unit.dtype, device=self.place))
             self.live.mark(self.in_flight[-1], "sums")

@@ -7,7 +7,7 @@ part of the whole buffer, so that nothing is held twice; else the whole is made 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -134,11 +134,11 @@ class _Arriving:
 
 
 class Scattered(NamedTuple):
-    """A sum in flight: the vector of the whole unit, and what this rank gets."""
+    """A sum in flight: the vector of the whole unit, and what this rank gets: the sum, or the terms of other ranks."""
 
     total: Tensor
     received: Tensor
-    work: dist.Work | None
+    works: Sequence[dist.Work] = ()
 
 
 class HeldUnit:
@@ -380,30 +380,51 @@ class HeldUnit:
         """
         sizes, own = self._sizes, len(self.own)
         if len(sizes) == 1:
-            return Scattered(total, total, None)
-        received = total.new_empty(own * len(sizes) if self.device.type == "cpu" else own)
+            return Scattered(total, total)
+        received = total.new_empty(own * (len(sizes) - 1) if self.device.type == "cpu" else own)
         if isinstance(self.sum_group, DryGroup):
             op = "all_to_all" if self.device.type == "cpu" else "reduce_scatter"
             self.sum_group.note(op, total, *((size,) for size in sizes))
-            return Scattered(total, received, None)
+            return Scattered(total, received)
+        pieces = [total[start:stop] for start, stop in pairwise(self.bounds)]
         if self.device.type == "cpu":
-            work = dist.all_to_all_single(
-                received, total, [own] * len(sizes), list(sizes), group=self.sum_group, async_op=True
-            )
-        elif len(set(sizes)) == 1:
+            return Scattered(total, received, self._exchange(pieces, received))
+        if len(set(sizes)) == 1:
             work = reduce_scatter_single(received, total, group=self.sum_group, async_op=True)
         else:
-            pieces = [total[start:stop] for start, stop in pairwise(self.bounds)]
             work = dist.reduce_scatter(received, pieces, group=self.sum_group, async_op=True)
-        return Scattered(total, received, work)
+        assert work is not None
+        return Scattered(total, received, [work])
+
+    def _exchange(self, pieces: Sequence[Tensor], received: Tensor) -> list[dist.Work]:
+        """Send each rank the piece that it owns, and receive the terms of this rank's from the others, one after the
+        other; the piece of this rank stays where it is."""
+        terms = iter(received.split(len(self.own)) if len(self.own) else ())
+        works = []
+        for position, (rank, piece) in enumerate(zip(self.unit.spec.ranks, pieces, strict=True)):
+            if position == self.position:
+                continue
+            if len(self.own):
+                works.append(dist.irecv(next(terms), rank, group=self.sum_group))
+            if len(piece):
+                works.append(dist.isend(piece, rank, group=self.sum_group))
+        return [work for work in works if work is not None]
 
     def sum_of(self, scattered: Scattered) -> Tensor:
         """Wait for the sum of this rank's stretch."""
-        if scattered.work is not None:
-            self.wait_for(scattered.work, "the sum of gradients")
+        for work in scattered.works:
+            self.wait_for(work, "the sum of gradients")
         found = scattered.received
         if self.device.type == "cpu" and len(self._sizes) > 1:
-            found = found.view(len(self._sizes), len(self.own)).sum(0, dtype=self.unit.dtype)
+            first, last = self.bounds[self.position : self.position + 2]
+            terms = [*found.view(len(self._sizes) - 1, last - first)]
+            terms.insert(self.position, scattered.total[first:last])
+            if len(terms) == 2 and found.dtype == self.unit.dtype:  # in the order of ranks, or the other, alike
+                found = found.add_(scattered.total[first:last])
+            else:
+                found = terms[0].to(self.unit.dtype, copy=True)
+                for term in terms[1:]:
+                    found.add_(term)
         found = found.to(self.unit.dtype)
         return self._on_host(len(found)).copy_(found, non_blocking=True) if self.unit.on_host else found
 
