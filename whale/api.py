@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.annotations import Annotation, annotate, forget, get_default_strategy, module_scopes
@@ -296,6 +297,8 @@ def parallelize(
     template = _meta_copy(model)
     choosing = automatic or "auto" in (recompute, zero, state_shares, hosted)
     if world is None and launch.size > 1 and (choosing or described.names_hosts or seats is not None):
+        if described.names_hosts and dist.is_initialized():  # ranks stay as they are, and nodes take their order
+            seats = None
         world = initialize(timeout_seconds, device_type=device, seating=seats)
     if world is not None:
         launch = describe(device)  # by the seat that this process has

@@ -220,7 +220,8 @@ def held_together(parts: Sequence[Array], nums: Sequence[int]) -> float:
     """The most that stages hold of some kind of layers, from above: *parts* says for each type what a stage of it holds
     of each kind (first axis) in which place from the end (second axis), *nums* how many such stages there are.
 
-    Each type in turn gets the places where it is most worth, all others share the rest. Exact for two types.
+    Each type in turn gets the places where it is most worth, all others share the rest. Exact for two types, up to
+    `HELD`: of what can hold all layers in any order it is not said how many more.
     """
     stages = min(sum(nums), parts[0].shape[1])
     anywhere = np.minimum.reduce([part[:, :stages] for part in parts]).sum(axis=1).min()

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -314,7 +315,7 @@ class Slurm:
         said = self.said("sbatch", "--parsable", str(script), folder=script.parent)
         number = said.strip().partition(";")[0]
         assert number.isdecimal(), said
-        self.until(lambda: not self.said("squeue", "-h").strip(), "the job has ended")
+        self.until(lambda: not (queue := self.said("squeue", "-h")).strip() or " held)" in queue, "the job has ended")
         return (script.parent / f"{script.stem}.{number}.out").read_text()
 
     def end(self) -> None:
@@ -331,17 +332,16 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[Slurm]:
+def slurm() -> Iterator[Slurm]:
     if MISSING or os.geteuid() != 0:
         why = f"{', '.join(MISSING)} (apt-get install slurmctld slurmd slurm-client)" if MISSING else "root"
         pytest.skip(f"a Slurm of two nodes on this machine needs {why}")
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    found = Slurm(folder)
-    try:
-        yield found
-    finally:
-        found.end()
+    with tempfile.TemporaryDirectory(prefix="slurm", dir="/tmp") as folder:  # a name of a socket has at most 108 bytes
+        found = Slurm(Path(folder))
+        try:
+            yield found
+        finally:
+            found.end()
 
 
 TRAIN = """

@@ -23,6 +23,7 @@ from whale.planner.search.bound import least_seconds
 from whale.planner.search.evaluate import score
 from whale.planner.search.families import held_together
 from whale.planner.search.layout import fastest_rows
+from whale.planner.search.replica_table import HELD
 from whale.planner.search.space import Chain, pools_of
 from whale.planner.search.table import CostTable
 from whale.planner.search.timing import pipeline_bound, pipeline_ends
@@ -375,9 +376,12 @@ def test_drafts_end_when_the_simulator_says(
 def test_no_order_of_stages_holds_more_than_is_said(types: list[tuple[int, list[int]]]) -> None:
     nums = [num for num, _ in types]
     orders = set(permutations([own for own, num in enumerate(nums) for _ in range(num)][:6], min(sum(nums), 6)))
-    most = max(sum(types[own][1][place] for place, own in enumerate(order)) for order in orders)
-    said = held_together([np.array([parts], dtype=float) for _, parts in types], nums)
-    assert said == most if len(types) < 3 and sum(nums) <= 6 else said >= most
+    most = max(sum(types[own][1][place] / 8 for place, own in enumerate(order)) for order in orders)
+    said = held_together([np.array([parts]) / 8 for _, parts in types], nums)
+    if said >= HELD:  # all layers: how much more there is room for is not asked
+        assert most >= HELD or len(types) > 2 or sum(nums) > 6
+    else:
+        assert said == most if len(types) < 3 and sum(nums) <= 6 else said >= most
 
 
 @given(
