@@ -52,7 +52,12 @@ class SailorPrices(CostModel):
         return StateBytes(parameters=each, gradients=each, optimizer=each)
 
     def all_reduce(
-        self, ranks: Sequence[int], degree: int, num_bytes: float, layers: Iterable[int] | None = None
+        self,
+        ranks: Sequence[int],
+        degree: int,
+        num_bytes: float,
+        layers: Iterable[int] | None = None,
+        kind: str = "all_reduce",
     ) -> float:
         return self.rules.ring([self.cluster.devices[rank].type.name for rank in ranks], num_bytes)
 

@@ -530,5 +530,5 @@ class CostTable(ReplicaTable):
         if len(ranks) < 2 or not much:
             return 0.0, np.zeros(len(size))
         message = self.prices.message_bytes(ranks, much, num_alike)
-        seconds = self.prices.over("all_reduce", ranks, num_alike, message)
-        return seconds, seconds / message * size
+        seconds = self.prices.all_reduce(ranks, num_alike, much)
+        return self.prices.over("all_reduce", ranks, num_alike, message), seconds / much * size
