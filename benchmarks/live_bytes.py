@@ -82,7 +82,10 @@ def hosted_left_out(live: LiveBytes) -> Iterator[None]:
         live.is_elsewhere = False
         return found
 
-    HeldUnit._on_host = lambda unit, size: elsewhere(make, unit, size)  # type: ignore[method-assign]
+    def counted_elsewhere(self: HeldUnit, size: int) -> Tensor:
+        return elsewhere(make, self, size)
+
+    HeldUnit._on_host = counted_elsewhere  # type: ignore[method-assign]
     try:
         with copied_by(lambda like: elsewhere(torch.empty_like, like)):
             yield
