@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.clusters import PROCESSORS
 from whale.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +143,7 @@ def test_a_job_goes_on_with_the_machines_that_are_there(start: Callable[..., Mac
 
 @pytest.mark.slow
 def test_the_curve_goes_on_with_other_devices_under_another_plan(start: Callable[..., Machine], tmp_path: Path) -> None:
-    (tmp_path / "both.toml").write_text(CLUSTER)
+    (tmp_path / "both.toml").write_text(PROCESSORS)
     arguments = ["--cluster", "both.toml", "--directory", "run", "--steps", "12", "--pause", "0.3"]
     script = [str(ROOT / "examples" / "elastic.py"), *arguments]
     options = ("--elastic", "1:2", "--endpoint", f"127.0.0.1:{port()}")
@@ -158,26 +159,6 @@ def test_the_curve_goes_on_with_other_devices_under_another_plan(start: Callable
     steps = [int(step) for step in re.findall(r"step (\d+): loss", said)]
     assert sorted(set(steps)) == list(range(12))
     assert int(starts[1][1]) >= 2 and len(steps) - len(set(steps)) <= 4  # what was not saved yet
-
-
-CLUSTER = """
-[links]
-inter_node = {bandwidth = "1 GB/s", latency = "50 us"}
-[[nodes]]
-devices = 1
-device = "cpu-fast"
-[[nodes]]
-devices = 1
-device = "cpu-slow"
-[device_types.cpu-fast]
-speed = {float64 = "3 GFLOP/s", float32 = "3 GFLOP/s"}
-memory = "16 GiB"
-memory_bandwidth = "1 GB/s"
-[device_types.cpu-slow]
-speed = {float64 = "1 GFLOP/s", float32 = "1 GFLOP/s"}
-memory = "16 GiB"
-memory_bandwidth = "0.4 GB/s"
-"""
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from tests.clusters import PROCESSORS
 from whale.cli.app import app
 from whale.cli.clusters import load_cluster
 from whale.ir.plan import ClusterIdentity, Plan
@@ -36,25 +37,6 @@ device = "A100-SXM4-80GB"
 count = 2
 devices = 4
 device = "V100-SXM2-32GB"
-"""
-
-PROCESSORS = """
-[links]
-inter_node = {bandwidth = "1 GB/s", latency = "50 us"}
-[[nodes]]
-devices = 1
-device = "cpu-fast"
-[[nodes]]
-devices = 1
-device = "cpu-slow"
-[device_types.cpu-fast]
-speed = {float64 = "3 GFLOP/s", float32 = "3 GFLOP/s"}
-memory = "16 GiB"
-memory_bandwidth = "1 GB/s"
-[device_types.cpu-slow]
-speed = {float64 = "1 GFLOP/s", float32 = "1 GFLOP/s"}
-memory = "16 GiB"
-memory_bandwidth = "0.4 GB/s"
 """
 
 

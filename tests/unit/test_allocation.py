@@ -328,6 +328,15 @@ def test_the_answer_as_json_gives_no_device_twice_and_plans_fit_it(folder: Path,
     assert answer["phases"][-1]["seconds"] < max(job["done_seconds"] for job in answer["jobs"])
 
 
+def test_models_are_found_from_the_folder_of_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    monkeypatch.chdir(tmp_path)
+    files = [str(examples / "jobs.toml"), "--cluster", str(examples / "mixed_gpus.toml")]
+    result = CliRunner().invoke(app, ["allocate", *files])
+    assert result.exit_code == 0, result.output
+    assert {line.split()[0] for line in result.stdout.splitlines()[1:4]} == {"pretrain", "finetune", "probe"}
+
+
 def test_a_job_that_fits_nowhere_is_named(folder: Path, tmp_path: Path) -> None:
     profile = ModelProfile.load(folder / "model.json")
     kinds = [kind.model_copy(update={"parameters": 1e13}) for kind in profile.kinds]

@@ -67,7 +67,7 @@ def allocate(jobs_file: Path, cluster_file: str, search_seconds: float, output: 
     cluster = load_cluster(cluster_file, next(iter(given.values()), None))
     options = options_of(cluster)
     held = {job.name: _held(job, options) for job in jobs.jobs}
-    profiles = {job.name: given.get(job.name) or _captured(job, cluster) for job in jobs.jobs}
+    profiles = {job.name: given.get(job.name) or _captured(job, jobs_file.parent, cluster) for job in jobs.jobs}
     speeds = _speeds(jobs, profiles, cluster, options, search_seconds)
     answer = _Answer.of(jobs, cluster, options, speeds, held)
     if output is not None:
@@ -85,14 +85,15 @@ def _profile_file(job: Job, folder: Path) -> ModelProfile:
     return ModelProfile.load(folder / job.profile)
 
 
-def _captured(job: Job, cluster: Cluster) -> ModelProfile:
-    """The profile of a job's model."""
+def _captured(job: Job, folder: Path, cluster: Cluster) -> ModelProfile:
+    """The profile of a job's model, whose file is found from the folder of the jobs' file."""
     from whale.cli.model_loader import load_model
     from whale.cli.search import SearchedModel
     from whale.compile.compile import Options
 
     assert job.model is not None
-    loaded = load_model(job.model, dict(job.set), batch_size=max(job.batch), device="meta")
+    spec = job.model if job.model.startswith("hf:") else str(folder / job.model)
+    loaded = load_model(spec, dict(job.set), batch_size=max(job.batch), device="meta")
     model = SearchedModel.of(loaded, None, cluster, job.precision, job.optimizer, (), Options(), rules=False)
     return model.profile
 

@@ -7,12 +7,13 @@ otherwise, node numbers are given to torchrun. This module makes text, and start
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+
+import yaml
 
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
@@ -228,23 +229,7 @@ def job_set(launch: Launch, *, image: str, claim: str | None = None) -> str:
         },
     }
     head = f"# Start with: kubectl apply -f {launch.name}.yaml. Its jobs are in the order of the plan's ranks.\n"
-    return head + _yaml(document)
-
-
-def _yaml(value: object, indent: int = 0) -> str:
-    """Block YAML of dicts, lists and scalars, whose keys are plain words; scalars are written as JSON, which YAML
-    reads."""
-    pad = "  " * indent
-    lines = []
-    items = value.items() if isinstance(value, dict) else ((None, item) for item in value)  # type: ignore[attr-defined]
-    for key, inner in items:
-        lead = f"{pad}{key}:" if key is not None else f"{pad}-"
-        if isinstance(inner, dict | list) and inner:
-            text = _yaml(inner, indent + 1)
-            lines.append(f"{lead}\n{text}" if key is not None else f"{pad}- {text[len(pad) + 2 :]}")
-        else:
-            lines.append(f"{lead} {json.dumps(inner, ensure_ascii=False)}\n")
-    return "".join(lines)
+    return head + yaml.safe_dump(document, sort_keys=False, width=1000)
 
 
 def local_script(launch: Launch) -> str:
