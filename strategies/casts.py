@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from whale.graph.capture import Captured
+from whale.graph.nodes import node_copy
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, LocalProgram, Source
 from whale.strategies.traced_call import makes_alias
 
@@ -113,7 +114,7 @@ class _Casting:
         parameters = {node: n for n, node in enumerate(placeholders)}
         graph, env, added = fx.Graph(), dict[fx.Node, fx.Node](), dict[tuple[int, torch.dtype], fx.Node]()
         for node in placeholders:
-            env[node] = graph.node_copy(node)
+            env[node] = node_copy(graph, node)
         for number, dtype in self.casts:
             added[number, dtype] = graph.placeholder(f"{placeholders[number].name}_cast")
         for node in given.graph.nodes:
@@ -128,7 +129,7 @@ class _Casting:
                 env[node] = added[cast]
                 added[cast].meta.update(node.meta)
             else:
-                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node] = node_copy(graph, node, env.__getitem__)
         return LocalCode(given.root, graph)
 
     def _backward(self, given: LocalGraph, again: Mapping[int, int], moved: Mapping[int, int]) -> LocalGraph:
@@ -136,13 +137,13 @@ class _Casting:
         sink, *holes = _placeholders(given.code.graph)
         parameters = {hole: what for hole, (kind, what) in zip(holes, given.sources, strict=True) if kind == "argument"}
         graph = fx.Graph()
-        env = {sink: graph.node_copy(sink)}
+        env = {sink: node_copy(graph, sink)}
         sources: list[Source] = []
         for hole, (kind, what) in zip(holes, given.sources, strict=True):
             casts = [_cast_of(user, parameters) for user in hole.users]
             if casts and all(cast in self.casts for cast in casts):
                 continue  # nothing else reads the parameter
-            env[hole] = graph.node_copy(hole)
+            env[hole] = node_copy(graph, hole)
             if kind == "kept":
                 sources.append(("argument", again[what]) if what in again else (kind, moved[what]))
             else:
@@ -161,7 +162,7 @@ class _Casting:
                 graph.output(fx.node.map_arg(node.args[0], env.__getitem__))
                 continue
             cast = _cast_of(node, parameters)
-            env[node] = added[cast] if cast in added else graph.node_copy(node, env.__getitem__)
+            env[node] = added[cast] if cast in added else node_copy(graph, node, env.__getitem__)
         return LocalGraph(LocalCode(given.code.root, graph, boxed=given.code.boxed), sources)
 
 

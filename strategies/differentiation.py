@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from whale.graph.nodes import create_node, node_copy
 from whale.runtime.collectives import Bridge
 from whale.runtime.derivative import OnTape, from_tape, laid_out
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, ShapeAndDtype, Source
@@ -92,11 +93,11 @@ class _Written:
         """A call of a module."""
         name = self._name(type(module).__name__.strip("_").lower())
         self.root.add_module(name, module)
-        return self._noted(self.graph.call_module(name, args, dict(kwargs or {})))
+        return self._noted(create_node(self.graph, "call_module", name, args, kwargs))
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
         """A call of a function."""
-        return self._noted(self.graph.call_function(function, args, dict(kwargs or {})))
+        return self._noted(create_node(self.graph, "call_function", function, args, kwargs))
 
     def _noted(self, node: fx.Node) -> fx.Node:
         node.meta["source"] = self.source
@@ -117,7 +118,7 @@ class _Written:
             name = self._name("constant")
             self.root.register_buffer(name, getattr(trace.root, str(node.target)))
             return self.graph.get_attr(name)
-        return self._noted(self.graph.node_copy(node, read))
+        return self._noted(node_copy(self.graph, node, read))
 
     def code(self, *, boxed: bool = False) -> LocalCode:
         """The finished graph, without unused nodes; collectives remain, because other ranks call them too."""

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from whale.errors import UsageError
+from whale.graph.nodes import node_copy
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, LocalProgram, Source
 from whale.runtime.owned import Unit
 from whale.strategies.casts import cast_to
@@ -185,7 +186,7 @@ class _Writing:
                     self.env[node] = self._parameter(name, cast=True)
                     continue
                 inputs = {used: self._value(used) for used in node.all_input_nodes}
-                self.env[node] = self.graph.node_copy(node, inputs.__getitem__)
+                self.env[node] = node_copy(self.graph, node, inputs.__getitem__)
 
     def _value(self, node: fx.Node) -> fx.Node:
         if (read := self.read.get(node)) is None:
@@ -200,7 +201,7 @@ class _Writing:
         if is_cast and node.all_input_nodes[0].op == "placeholder":
             return self._parameter(name, cast=True)
         if node not in self.env:
-            self.env[node] = self.graph.node_copy(node, lambda used: self._again(used, name))
+            self.env[node] = node_copy(self.graph, node, lambda used: self._again(used, name))
         return self.env[node]
 
     def _cast_parameter(self, node: fx.Node) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from whale.graph.nodes import node_copy
 from whale.runtime.derivative import laid_out
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, LocalProgram
 from whale.strategies.traced_call import makes_alias
@@ -79,7 +80,7 @@ def _in_place(code: LocalCode) -> LocalCode:
         if node.op == "output":
             graph.output(fx.node.map_arg(node.args[0], env.__getitem__))
         elif (write := writes.get(node)) is None:
-            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node] = node_copy(graph, node, env.__getitem__)
         else:
             given = (env[write.sink], write.number, write.shape, write.strides)
             place = graph.call_method("place", given)

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from whale.graph.nodes import create_node
 from whale.graph.values import Value
 from whale.runtime.collectives import Bridge
 from whale.runtime.experts import group, grouped_product, product_of_groups
@@ -58,7 +59,7 @@ class Emitter:
         name = f"{hint}_{self._modules}"
         self._modules += 1
         self.root.add_module(name, module)
-        return self.graph.call_module(name, args, kwargs or {})
+        return create_node(self.graph, "call_module", name, args, kwargs)
 
     def finish(self) -> LocalGraph:
         """The graph, without unused nodes."""
@@ -110,7 +111,7 @@ def emit(graph: fx.Graph, op: Op, bound: dict[str, Any]) -> fx.Node:
     """The call of an operator with these arguments, by name."""
     positional, keyword = arguments(op, bound)
     target: Any = random_between if op.target is _RANDOM_FROM else op.target
-    return graph.call_function(target, positional, keyword)
+    return create_node(graph, "call_function", target, positional, keyword)
 
 
 _RANDOM_FROM = getattr(aten.random, "from")

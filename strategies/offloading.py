@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
+from whale.graph.nodes import node_copy
 from whale.runtime.host import arrived, fetch, to_host
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, LocalProgram, Source
 from whale.strategies.traced_call import makes_alias, writes
@@ -107,7 +108,7 @@ class _Offloading:
                 results = [*self.own, *(held[maker] for maker in places), *stays]
                 graph.output(tuple(env.get(x, x) for x in results))
                 continue
-            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node] = node_copy(graph, node, env.__getitem__)
             for maker in last.get(node, ()):
                 held[maker] = graph.call_function(to_host, (env[maker],))
         return LocalCode(self.given.forward.root, graph)
@@ -147,7 +148,7 @@ class _Offloading:
                     again[node] = graph.call_function(arrived, (started[node],))
                 else:
                     inputs = {used: made(used) for used in node.all_input_nodes}
-                    again[node] = graph.node_copy(node, inputs.__getitem__)
+                    again[node] = node_copy(graph, node, inputs.__getitem__)
                 again[node].meta = node.meta
             return again[node]
 
@@ -156,7 +157,7 @@ class _Offloading:
                 graph.output(fx.node.map_arg(node.args[0], value))
             elif node.op != "placeholder":
                 inputs = {used: value(used) for used in node.all_input_nodes}
-                env[node] = graph.node_copy(node, inputs.__getitem__)
+                env[node] = node_copy(graph, node, inputs.__getitem__)
         return LocalGraph(LocalCode(given.code.root, graph, boxed=True), sources)
 
 

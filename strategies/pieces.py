@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from whale.graph.nodes import node_copy
 from whale.runtime.collectives import Take
 from whale.runtime.cuda_graphs import Begin, Piece, Recorder, Slots, StepSeeds
 from whale.runtime.derivative import OnTape, laid_out
@@ -238,7 +239,7 @@ class _Pieces(Runs):
         """A node of a piece, which has its seed as a tensor."""
         module = getattr(self.old_root, str(node.target)) if node.op == "call_module" else None
         if not isinstance(module, _DRAWN):
-            return graph.node_copy(node, read)
+            return node_copy(graph, node, read)
         rows, columns = (read(x) for x in node.all_input_nodes)
         seed = graph.get_attr(f"seed_{module.key}")
         if isinstance(module, PositionMask):

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from whale.graph.capture_checks import is_checkpointed, layer_of
+from whale.graph.nodes import node_copy
 from whale.ir.strategy import Recompute
 from whale.runtime.derivative import OnTape
 from whale.runtime.experts import product_of_groups
@@ -122,7 +123,7 @@ class _Recomputing:
             if node.op == "output":
                 self.backward.output(fx.node.map_arg(node.args[0], read))
             elif node.op != "placeholder":
-                self.env[node] = self.backward.node_copy(node, read)
+                self.env[node] = node_copy(self.backward, node, read)
         forward = self._forward((*own, *self.kept))
         code = LocalCode(self.backward_root, self.backward, boxed=True)
         return replace(self.given, forward=forward, backward=LocalGraph(code, self.sources))
@@ -191,7 +192,7 @@ class _Recomputing:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         inputs = {used: self._input(used, node) for used in node.all_input_nodes}
-        found = self.backward.node_copy(node, inputs.__getitem__)
+        found = node_copy(self.backward, node, inputs.__getitem__)
         found.meta["again"] = True
         if node.op == "call_module":
             found.target = f"again_{self.count}"
@@ -212,7 +213,7 @@ class _Recomputing:
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.given.forward.graph.nodes:
             if node.op != "output":
-                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node] = node_copy(graph, node, env.__getitem__)
         graph.output(tuple(env[node] for node in results))
         return LocalCode(self.root, graph)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale.graph.capture_checks import layer_of
+from whale.graph.nodes import node_copy
 from whale.runtime.derivative import laid_out
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph
 
@@ -151,7 +152,7 @@ class Runs:
 
     def copy(self, node: fx.Node) -> None:
         """Write a node that is no part of a run."""
-        self.env[node] = self.new.node_copy(node, self.env.__getitem__)
+        self.env[node] = node_copy(self.new, node, self.env.__getitem__)
         if node.op in ("call_module", "get_attr"):
             name = str(node.target)
             found = getattr(self.old_root, name)
@@ -192,7 +193,7 @@ class Runs:
 
     def write(self, graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """A node of a run in the graph of it."""
-        return graph.node_copy(node, read)
+        return node_copy(graph, node, read)
 
     def first_arguments(self) -> tuple[fx.Node, ...]:
         """The arguments of a call before those that its operators read."""

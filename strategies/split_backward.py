@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from whale.graph.nodes import node_copy
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, Source, SplitBackward
 from whale.strategies.traced_call import makes_alias, writes
 
@@ -83,6 +84,6 @@ def _part(whole: LocalGraph, calls: Sequence[fx.Node], passed: Sequence[fx.Node]
         env[node] = new.placeholder(node.name)
         own.append(("passed", number))
     for node in calls:
-        env[node] = new.node_copy(node, env.__getitem__)
+        env[node] = node_copy(new, node, env.__getitem__)
     new.output(tuple(env[x] if isinstance(x, fx.Node) else x for x in results))
     return LocalGraph(LocalCode(whole.code.root, new, boxed=True), own)

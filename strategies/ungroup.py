@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from whale.graph.canonical import drop_dead, emit
+from whale.graph.nodes import node_copy
 from whale.graph.values import output_shapes
 from whale.runtime.experts import grouped_product
 from whale.strategies.rules import rule_of
@@ -202,7 +203,7 @@ class _Sorted:
                 x = self.plain[args[0]]
                 self.plain[node] = emit(self.graph, node, grouped_product, x, args[1], self.choice, node.target)
             elif kind == "row by row":
-                self.plain[node] = self.graph.node_copy(node, lambda n: self.plain.get(n, n))
+                self.plain[node] = node_copy(self.graph, node, lambda n: self.plain.get(n, n))
             elif kind == "left" and node.target is aten.index.Tensor and self._is(args[1][0], "inverse"):
                 node.replace_all_uses_with(self.plain[args[0]])
             elif kind == "left":

@@ -16,7 +16,6 @@ from whale.compile.compilation import Compilation
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Direction, Edge, StageSpec, box_size
 from whale.runtime.launch import families
-from whale.strategies.dry_run import like_ranks
 
 __all__ = ["DIRECTIONS", "PURPOSES", "Communicator", "communicators", "message_ranks", "start_up"]
 
@@ -59,25 +58,12 @@ def communicators(compilation: Compilation, *, for_messages: bool) -> tuple[Comm
 
 
 def _lines(compilation: Compilation) -> set[tuple[int, ...]]:
-    """The lines of meshes along which the programs of stages communicate: all along an axis, or none. That is the same
-    in every layer and micro-batch, and for equal placements in all compilations of a trace."""
-    found, known = set[tuple[int, ...]](), compilation.traced.communicating
+    """The lines of meshes along which the programs of stages communicate: all along an axis, or none."""
+    found = set[tuple[int, ...]]()
     for place, stage in enumerate(compilation.stages):
-        key = stage.origin, compilation.rows[:1]
-        if key not in known:
-            known[key] = _axes(compilation.folded.of_first, place)
-        found |= {tuple(sorted(stage.mesh.group(axis, rank))) for axis in known[key] for rank in stage.mesh.ranks}
+        axes = compilation.communicating(place)
+        found |= {tuple(sorted(stage.mesh.group(axis, rank))) for axis in axes for rank in stage.mesh.ranks}
     return found
-
-
-def _axes(short: Compilation, place: int) -> frozenset[int]:
-    """The axes of a stage's mesh along which its programs of the first micro-batch communicate."""
-    stage, used = short.stages[place], set[int]()
-    axes = [axis for axis, kind in enumerate(stage.mesh.axes) if kind.size > 1]
-    for first, *_ in like_ranks(stage, short.rows) if axes else ():
-        calls = {bridge.ranks for program in short.local_programs(stage, first, None) for bridge in program.bridges}
-        used.update(axis for axis in axes if stage.mesh.group(axis, first) in calls)
-    return frozenset(used)
 
 
 def _has_messages(edge: Edge, direction: Direction) -> bool:

@@ -32,7 +32,7 @@ from whale.runtime.local_program import LocalProgram
 from whale.runtime.owned import Unit, rows_of
 from whale.runtime.random import RNGPosition
 from whale.strategies.analysis import Analysis
-from whale.strategies.dry_run import EarlySum, calls_as_text, check_stage, stage_calls
+from whale.strategies.dry_run import EarlySum, calls_as_text, check_stage, like_ranks, stage_calls
 from whale.strategies.folding import Fold, folded
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report
@@ -191,9 +191,28 @@ class Compilation:
             last = self._kind_of_last(stage.index)
             each = any(spec.each for spec in self.reduces)
             check_stage(stage.index, calls, sums, [] if last is None else calls if each else [last])
+            self.traced.communicating[stage.origin, self.rows[:1]] = self._axes(stage, clock, rank)
             texts.append(calls_as_text(stage, calls))
         self._lowered = {key: programs for key, programs in self._lowered.items() if key[1] == rank}
         return "\n".join(texts)
+
+    def communicating(self, place: int) -> frozenset[int]:
+        """The axes of a stage's mesh along which its programs communicate. They are the same in every layer and
+        micro-batch, and for equal placements in all compilations of a trace."""
+        key, known = (self.stages[place].origin, self.rows[:1]), self.traced.communicating
+        if key not in known:
+            short = self.folded.of_first
+            known[key] = short._axes(short.stages[place], None)
+        return known[key]
+
+    def _axes(self, stage: PlacedStage, clock: RNGPosition | None, rank: int = -1) -> frozenset[int]:
+        axes = [axis for axis, kind in enumerate(stage.mesh.axes) if kind.size > 1]
+        used = set[int]()
+        for members in like_ranks(stage, self.rows) if axes else ():
+            actor = rank if rank in members else members[0]
+            calls = {bridge.ranks for program in self.local_programs(stage, actor, clock) for bridge in program.bridges}
+            used.update(axis for axis in axes if stage.mesh.group(axis, actor) in calls)
+        return frozenset(used)
 
     def _kind_of_last(self, stage: int) -> int | None:
         """The first micro-batch with as many rows as that of a stage's last backward, if one is not split: the weights'

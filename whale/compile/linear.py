@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from whale.graph.nodes import create_node
 from whale.runtime.local_program import LocalCode
 
 __all__ = ["Linear", "OfSizes", "UnlikeError", "of_sizes"]
@@ -307,7 +308,7 @@ class _Comparison:
             self._same(together, len({(node.op, node.target) for node in together}) == 1)
             args = argument([node.args for node in together])
             kwargs = argument([dict(node.kwargs) for node in together])
-            nodes.append(new.create_node(first.op, first.target, args, kwargs, name=first.name))
+            nodes.append(create_node(new, first.op, first.target, args, kwargs, name=first.name))
         self._same(graphs, len({len(graph.nodes) for graph in graphs}) == 1)
         return new, {str(node.target): values for values, node in numbers.items()}
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from whale.graph.capture_checks import located, place_of_node
+from whale.graph.nodes import create_node, node_copy
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def inline_regions(graph: fx.Graph) -> None:
 
 def emit(graph: fx.Graph, like: fx.Node, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
     """Insert a call with its fake value, scopes and source line taken over from *like*."""
-    node = graph.call_function(target, args, kwargs)
+    node = create_node(graph, "call_function", target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k in ("custom", "stack_trace", "nn_module_stack")}
     node.meta["val"] = _evaluate(node, like)
     return node
@@ -557,7 +558,7 @@ def _inline_wrappers(graph: fx.Graph) -> None:
                         fresh = graph.get_attr(f"{attr.target}.{inner.target}")
                         fresh.meta = dict(inner.meta)
                     else:
-                        fresh = graph.node_copy(inner, value_of)
+                        fresh = node_copy(graph, inner, value_of)
                     if autocast is not None:
                         fresh.meta["autocast"] = autocast
                     values[inner] = fresh

@@ -44,6 +44,7 @@ from whale.graph.copies import model_copy
 from whale.graph.custom_functions import checking_functions
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.losses import any_sum, pick_loss
+from whale.graph.nodes import node_copy
 from whale.graph.numbers import numbers_to_tensors
 from whale.graph.precision import Autocast, under_autocast, write_casts
 from whale.graph.repeats import Repeats
@@ -89,7 +90,7 @@ def copy_of(captured: Captured) -> Captured:
     """A copy with its own graph and names, which may be changed independently."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in captured.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node] = node_copy(graph, node, copies.__getitem__)
     return replace(
         captured,
         graph=graph,

@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from whale.graph.capture import Captured
+from whale.graph.nodes import create_node
 from whale.graph.partition import is_random
 
 __all__ = ["settle_order"]
@@ -39,7 +40,7 @@ def settle_order(captured: Captured) -> None:
 def _copied(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], name: str) -> fx.Node:
     args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
     target = name if node.op == "placeholder" else node.target
-    copy = graph.create_node(node.op, target, args, kwargs, name, node.type)
+    copy = create_node(graph, node.op, target, args, kwargs, name, node.type)
     copy.meta = node.meta
     return copy
 

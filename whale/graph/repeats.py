@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from whale.graph.nodes import create_node
 from whale.graph.reach import PLAIN, WATCHES, Reach, Same, Unknown, untraced
 
 try:
@@ -521,7 +522,7 @@ def _copies(tracer: Any, trace: _Trace, call: _Call) -> dict[Token, fx.Node]:
     nodes |= dict(zip(trace.call.inputs, call.inputs, strict=True))
     for node in trace.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: nodes.get(n, n))
-        copy = tracer.graph.create_node(node.op, node.target, args, kwargs, _base(node), node.type)
+        copy = create_node(tracer.graph, node.op, node.target, args, kwargs, _base(node), node.type)
         copy.meta = {**node.meta, "nn_module_stack": _moved(node, trace.call.path, call.path)}
         copy.meta.pop(_PLACES, None)
         nodes[node] = copy
@@ -536,7 +537,7 @@ def _base(node: fx.Node) -> str:
 def _stand_in(tracer: Any, trace: _Trace, call: _Call, place: tuple[int, int, int], like: fx.Node) -> fx.Node:
     """A node for the result of a call at a *place*: a copied trace, a copy, a node. It reads what the call may read."""
     read = (*call.inputs, *call.own, *trace.common)
-    node = tracer.graph.create_node("call_function", _STAND_IN, (read, place), {}, "layer")
+    node = create_node(tracer.graph, "call_function", _STAND_IN, (read, place), {}, "layer")
     modules = list(_moved(like, trace.call.path, call.path).items())
     depth = next(i for i, (key, _) in enumerate(modules) if key == call.path)
     node.meta = {**like.meta, "nn_module_stack": dict(modules[: depth + 1])}
@@ -563,7 +564,7 @@ def _replaced(
             raise Escaped
         args, kwargs = fx.map_arg((node.args, node.kwargs), nodes.__getitem__)
         with graph.inserting_before(stands[0]):
-            copy = graph.create_node(node.op, node.target, args, kwargs, names[i], node.type)
+            copy = create_node(graph, node.op, node.target, args, kwargs, names[i], node.type)
         copy.meta = {**node.meta, "nn_module_stack": _stack(node, *modules)}
         nodes[node] = made[i] = copy
     for stand_in in stands:

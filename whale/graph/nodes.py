@@ -1,0 +1,38 @@
+"""Nodes that are added to a graph by the thousand.
+
+`torch.fx.Graph.create_node` looks through the arguments of every node for symbolic numbers, to warn of them, and takes
+most of its time for that. Whale's graphs have none, so a node gets its arguments after it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any
+
+from torch import fx
+
+__all__ = ["create_node", "node_copy"]
+
+
+def create_node(
+    graph: fx.Graph,
+    op: str,
+    target: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    type_expr: Any = None,
+) -> fx.Node:
+    """As `torch.fx.Graph.create_node`."""
+    node = graph.create_node(op, target, name=name, type_expr=type_expr)
+    node.args, node.kwargs = args, dict(kwargs or {})
+    return node
+
+
+def node_copy(graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], Any] = lambda node: node) -> fx.Node:
+    """As `torch.fx.Graph.node_copy`: a copy of a node of any graph that reads *read* of each node that it reads."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), read)
+    made = create_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
+    made.meta = copy(node.meta)
+    return made
