@@ -85,6 +85,7 @@ def profile_model(
     tensor_degrees: Sequence[int] = (1, 2, 4, 8),
     expert_degrees: Sequence[int] = (),
     context_degrees: Sequence[int] = (),
+    cut_tensor_degrees: Collection[int] | None = None,
     loss_fn: Callable[..., Any] | None = None,
     name: str | None = None,
     captured: Captured | None = None,
@@ -97,7 +98,7 @@ def profile_model(
     A tensor degree over which the model cannot be split, or at which its costs follow no law, is left out; ``refused``
     of the profile says why. Where a layer has experts, they alone are split at *expert_degrees*, if that is possible.
     Each row is cut along a dim of the batch, such as the length of its sequence, at *context_degrees*, at each of the
-    tensor degrees; ``uncut`` of the profile says where it is not.
+    tensor degrees or those of *cut_tensor_degrees*; ``uncut`` of the profile says where it is not.
     With *captured*, a capture of the training model as it is, the profile is of a run in the model's own number type.
     With a *precision*, ``bf16`` or ``fp16``, it is of a run under ``torch.autocast``, as *captured* then is.
     With *rules* it has what each rule of recompute keeps and computes again; layers then take about twice as long.
@@ -149,7 +150,9 @@ def profile_model(
             split = [_with(v, between[position]) for v in _expert_variants(costs_at, modules, sent=sent[position])]
             kinds[position] = kinds[position].model_copy(update={"expert_variants": tuple(split)})
     cuts = sorted({*context_degrees} - {1})
-    uncut = _add_cut(kinds, costs, cuts, [degree for degree in legal if degree not in refused], sent, between)
+    wanted = set(legal) - set(refused)
+    wanted &= wanted if cut_tensor_degrees is None else set(cut_tensor_degrees)
+    uncut = _add_cut(kinds, costs, cuts, sorted(wanted), sent, between)
     return ModelProfile(
         name=name or type(model).__name__,
         model_hash=first.hash,

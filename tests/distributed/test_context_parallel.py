@@ -154,6 +154,18 @@ TWO |= {
     f"{way}, {rule}": Case(layout={"": along(attention=way)}, options={"recompute": rule, "micro_batches": 2})
     for way, rule in (("ring", "full"), ("ulysses", "selective"))
 }
+TWO |= {
+    f"ring, zero {level}": Case(
+        layout={"": along(attention="ring")}, speeds=(2.0, 1.0), options={"zero": level, "recompute": rule}
+    )
+    for level, rule in ((1, "none"), (2, "selective"), (3, "full"))
+}
+TWO |= {
+    "ring, zero 3, micro-batches": Case(layout={"": along(attention="ring")}, options={"zero": 3, "micro_batches": 2}),
+    "gather, compiled": Case(layout={"": along(attention="gather")}, options={"compile": True}),
+    "ring, compiled": Case(layout={"": along(attention="ring")}, options={"compile": True, "recompute": "full"}),
+    "ulysses, zero 3": Case(layout={"": along(attention="ulysses")}, options={"zero": 3, "micro_batches": 2}),
+}
 THREE: dict[str, Case] = {
     "gather": Case(layout={"": along(attention="gather")}, speeds=(1.0, 2.0, 1.0)),
     "ring, uneven": Case(layout={"": along(attention="ring")}, speeds=(3.0, 1.0, 1.0)),
@@ -168,6 +180,16 @@ FOUR: dict[str, Case] = {
             "layers.[1-1]": [stage(2), along(attention="ring")],
         },
         options={"micro_batches": 2},
+    ),
+    "rings in stages of replicas": Case(
+        layout={
+            "layers.[0-0]": [stage(2), along(attention="ring")],
+            "layers.[1-1]": [stage(2), replicate(2)],
+        },
+        options={"micro_batches": 2, "zero": 1, "schedule": "zero-bubble"},
+    ),
+    "rings in replicas that divide state": Case(
+        layout={"": [replicate(2), along(2, "ring")]}, speeds=(2.0, 1.0, 2.0, 1.0), options={"zero": 3}
     ),
     "rings in replicas": Case(layout={"": [replicate(2), along(2, "ring")]}, speeds=(2.0, 1.0, 2.0, 1.0)),
     "heads in replicas": Case(layout={"": [replicate(2), along(2, "ulysses")]}),
