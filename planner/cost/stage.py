@@ -177,7 +177,7 @@ class CostModel(DeviceGroups):
         ahead, back = slowest.forward + forward, slowest.backward + backward
         if self.stack.offload != "none":
             hosted = max(self.hosted(kind, type_, degrees, rows) for type_ in group.types)
-            size = sum(self.parameters_of(kind, *degrees)) * self.precision.element_bytes
+            size = sum(self.parameters_of(kind, *degrees[:2])) * self.precision.element_bytes
             read = size if self.stack.state_on_host and self.stack.zero == 3 else 0.0
             link = min(link_to_host(self.cluster, rank) for rank in group.ranks)
             ahead, back = with_copies(ahead, back, kept=hosted, read=read, link=link)

@@ -153,8 +153,8 @@ def search(
     overfull: list[PlanSearch] = []  # whose state no hosts hold
     untried = False
 
-    def tried(groups: Iterable[list[Way]]) -> list[Found]:
-        """The results of the first group of ways that has some."""
+    def tried(groups: Iterable[list[Way]], counts: Callable[[Found], bool] = lambda found: True) -> list[Found]:
+        """The results of the first group of ways that has some that count."""
         nonlocal prices, last, untried
         found: list[Found] = []
         for ways in groups:
@@ -171,7 +171,7 @@ def search(
                     last = under(prices.under(*way))
                     if not hosts_hold(last.meshes.prices):
                         overfull.append(last)
-                    elif (one := run(last)) is not None:
+                    elif (one := run(last)) is not None and counts(one):
                         found.append(one)
         return found
 
@@ -181,7 +181,7 @@ def search(
         cut = replace(prices, profile=with_cuts(), memo=Memo())
         if cut.cuts:
             prices = cut
-            found += tried([[settings.way], *_ways(settings, cluster)])
+            found += tried([[settings.way], *_ways(settings, cluster)], _is_cut)
     if first is not None:
         least = [_with_least(prices, found[1:], batch, settings)] if found[1:] else []
         return _aligned(_together([first, *least], settings.top) if least else first, settings)
@@ -215,6 +215,11 @@ def _cut_may_pay(prices: CostModel, batch: int, found: Sequence[Found]) -> bool:
     group = prices.group((found[0].best.stages[0].ranks[0],), 1)
     row = prices.stage(range(len(prices.profile.layers)), group, 1, 1)
     return row.launched < MOST_LAUNCHED * (row.forward + row.backward)
+
+
+def _is_cut(found: Found) -> bool:
+    """Whether the fastest plan cuts rows."""
+    return any(stage.context > 1 for stage in found.best.stages)
 
 
 Way = tuple[Recompute, int, Offload]
