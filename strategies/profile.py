@@ -840,7 +840,7 @@ def _exchanged(call: CollectiveCall) -> int | Fraction:
         whole, before, _ = call.shapes
         if call.beside:  # passed on to one rank, which an all-to-all of so much takes
             return Fraction(before[0] * len(call.ranks), len(call.ranks) - 1)
-        return prod(whole) * before[0] // sum(before)
+        return Fraction(prod(whole) * before[0], sum(before))
     return sum(prod(shape) for shape in call.shapes)
 
 

@@ -37,7 +37,7 @@ from whale.planner.cost.optimizers import Optimizer, costs_of
 from whale.planner.cost.precision import Precision
 from whale.planner.cost.stack import WHALE, Stack
 
-__all__ = ["Degrees", "LayerCosts", "LayerMemo"]
+__all__ = ["Degrees", "LayerCosts", "LayerMemo", "with_part"]
 
 MOST_USUAL_ROWS = 4096
 """Limit of the powers of two of rows that are priced together; a search asks for most of them."""
@@ -139,7 +139,7 @@ class LayerCosts:
             known = [one.tensor_degree for one in given.context_variants if one.context_degree == context]
             if (degree := next((one for one in known if abs(one * fraction - 1) < 1e-9), None)) is not None:
                 cut = self.seconds(kind, type_, (degree, expert, context), rows, micro_batches)
-                return _shared(cut, part)
+                return with_part(cut, part)
             fraction *= part / context
         measured = {times.tensor_degree for times in given.measured if times.device_type == type_.name}
         degrees = sorted(measured or {variant.tensor_degree for variant in given.variants})
@@ -451,8 +451,8 @@ def _blend(one: LayerSeconds, other: LayerSeconds, share: float, rest: float) ->
     )
 
 
-def _shared(one: LayerSeconds, part: float) -> LayerSeconds:
-    """Times of a device that has *part* times as much of each row; parameters it has whole."""
+def with_part(one: LayerSeconds, part: float) -> LayerSeconds:
+    """Return the times of a device that has *part* times as much of each row; parameters it has whole."""
     names = ("forward", "backward", "weights", "forward_attention", "backward_attention")
     return one if part == 1 else replace(one, **{name: part * getattr(one, name) for name in names})
 

@@ -18,6 +18,7 @@ from whale.ir.profile import LayerVariant, ModelProfile
 from whale.planner.cost.buckets import bucket_bytes, largest_packed, num_buckets_of
 from whale.planner.cost.groups import DeviceGroups, TensorGroup
 from whale.planner.cost.hosts import link_to_host, stepping_on_host, with_copies
+from whale.planner.cost.layer_cost import with_part
 from whale.planner.cost.layers import Collective, LayerSeconds, variant_of
 from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes, wasted_share
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -146,6 +147,17 @@ class CostModel(DeviceGroups):
             )
         return found
 
+    def _parts_of_rows(self, group: TensorGroup, spent: Sequence[LayerSeconds]) -> list[float]:
+        """How many times an equal part of each row a device of each type of a group has, which *spent* seconds on that:
+        parts are by speed where devices cut rows."""
+        if not self.runs or group.context == 1 or len(group.types) == 1:
+            return [1.0] * len(group.types)
+        seconds = {
+            type_.name: max(one.forward + one.backward, 1e-12) for type_, one in zip(group.types, spent, strict=True)
+        }
+        speeds = [1 / seconds[self.cluster.devices[rank].type.name] for rank in group.ranks]
+        return [len(speeds) / sum(speeds) / seconds[type_.name] for type_ in group.types]
+
     def divided_rows(self, group: TensorGroup) -> int:
         """Devices of a group that divide the rows of a micro-batch: those that cut each row have parts of all, of which
         the profile has the costs as Whale runs it."""
@@ -163,6 +175,8 @@ class CostModel(DeviceGroups):
             self.seconds(kind, type_, degrees, rows if type_ in most else fewer, micro_batches, shards)
             for type_ in group.types
         ]
+        parts = self._parts_of_rows(group, spent)
+        spent = [with_part(one, part) for one, part in zip(spent, parts, strict=True)]
         slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
         largest = next(one for one, type_ in zip(spent, group.types, strict=True) if type_ in most)
         forward = self._collectives_of(largest.forward_collectives, group, largest.forward_attention)
@@ -188,8 +202,10 @@ class CostModel(DeviceGroups):
             backward=back,
             weights=slowest.weights,
             communication=forward + backward,
-            kept=max(self.kept(kind, type_, degrees, rows) for type_ in group.types),
-            working=max(self.working(kind, type_, degrees, rows) for type_ in group.types),
+            kept=max(part * self.kept(kind, type_, degrees, rows) for part, type_ in zip(parts, group.types, strict=True)),
+            working=max(
+                part * self.working(kind, type_, degrees, rows) for part, type_ in zip(parts, group.types, strict=True)
+            ),
             update=update,
             measured=slowest.measured,
             launched=(slowest.forward if slowest.forward_slack else 0.0)
