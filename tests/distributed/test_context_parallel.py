@@ -227,6 +227,22 @@ def test_models_of_hugging_face(worlds: Worlds, build: Any, attention: str, opti
     check(worlds, 2, build, Setup(layout={"": along(attention=attention)}, promote=True, **options))
 
 
+OTHERS: dict[str, tuple[Callable[[], Any], str, int]] = {
+    "qwen2 on three": (zoo.qwen2, "auto", 3),
+    "mistral as a ring": (zoo.mistral, "ring", 2),
+    "mistral on three": (zoo.mistral, "auto", 3),
+    "gemma2 on three": (zoo.gemma2, "auto", 3),
+    "bert on three": (zoo.bert, "auto", 3),
+    "t5 on three": (zoo.t5, "auto", 3),
+    "mixtral": (zoo.mixtral, "auto", 2),
+}
+
+
+@pytest.mark.parametrize(("build", "attention", "size"), OTHERS.values(), ids=OTHERS.keys())
+def test_other_families(worlds: Worlds, build: Any, attention: str, size: int) -> None:
+    check(worlds, size, build, Setup(layout={"": along(attention=attention)}, promote=True))
+
+
 def peak(world: World, attention: str) -> tuple[int, int]:
     """The peak of a step that is not the first, counted and predicted."""
     others = frozenset(living())

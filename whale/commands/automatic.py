@@ -43,6 +43,7 @@ __all__ = [
     "SearchInputs",
     "automatic_plan",
     "context_degrees",
+    "cut_degrees",
     "expert_degrees",
     "search_inputs",
     "tensor_degrees",
@@ -369,6 +370,21 @@ def context_degrees(cluster: Cluster) -> tuple[int, ...]:
     powers = (1 << power for power in range(1, num.bit_length()))
     nodes = (len(node.ranks) for node in cluster.nodes)
     return tuple(sorted({degree for degree in (*powers, *nodes) if 1 < degree <= num}))
+
+
+def cut_degrees(cluster: Cluster, scopes: Mapping[str, ScopePath]) -> tuple[int, ...]:
+    """Context degrees of annotations with a dim: their numbers, or where they have none those that devices may be left
+    for.
+
+    >>> from whale.ir.strategy import Scope, Strategy
+    >>> path = (Scope(strategy=Strategy(kind="split", dim=1), region=""),)
+    >>> cut_degrees(Cluster.homogeneous(6), {"": path}), cut_degrees(Cluster.homogeneous(6), {})
+    ((2, 3, 6), ())
+    """
+    asked = {scope.strategy.degree for path in scopes.values() for scope in path if scope.strategy.dim is not None}
+    num = len(cluster.devices)
+    left = {degree for degree in range(2, num + 1) if num % degree == 0} if None in asked else set()
+    return tuple(sorted(degree for degree in {*left, *asked} if degree is not None and 1 < degree <= num))
 
 
 def expert_degrees(cluster: Cluster, scopes: Mapping[str, ScopePath] | None = None) -> tuple[int, ...]:
