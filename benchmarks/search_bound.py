@@ -129,8 +129,8 @@ class _Costs:
         return (
             *prices.computation(layer, kind.type, kind.tensor, own, kind.expert),
             state,
-            prices.kept(layer, kind.type, degrees, rows) * prices.waste,
-            prices.working(layer, kind.type, degrees, rows) * prices.waste,
+            prices.kept(layer, kind.type, (*degrees, 1), rows) * prices.waste,
+            prices.working(layer, kind.type, (*degrees, 1), rows) * prices.waste,
         )
 
     @cached_property

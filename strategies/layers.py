@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from whale.errors import UsageError
+from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves, capture, copy_of, mark_gradients
 from whale.graph.capture_checks import module_of
 from whale.graph.chain import LayerChain, chain_of
@@ -26,12 +26,13 @@ from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.values import Value, operands, resolve, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
-from whale.ir.strategy import REPLICAS, SHARDS, RegionRole
+from whale.ir.strategy import REPLICAS, SHARDS, Along, RegionRole
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.local_program import LocalProgram
 from whale.runtime.random import RNGPosition
 from whale.strategies.analysis import Analysis, Choice, analyse
 from whale.strategies.bridge_prices import Prices
+from whale.strategies.cutting import cut_along
 from whale.strategies.layout import Layout, Placements
 from whale.strategies.lowering import PlacedStage, at_micro_batch, lower
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, layout_axes, place_stage, place_time
@@ -46,6 +47,9 @@ NOTHING_SPLIT = (".",)
 MEGATRON = Prices(reduce_scatter=1.0)
 """Prices under which sums stay all-reduces, which the cost model rewrites for sequence parallelism."""
 
+MOST_CUT = 0.5
+"""Part of a model's operators that a cut along a dim of the batch divides, at least."""
+
 
 @dataclass(kw_only=True)
 class LayeredModel:
@@ -58,7 +62,7 @@ class LayeredModel:
     rows: tuple[int, ...]
     time: Mapping[fx.Node, Choice]
     like: LayeredModel | None = None
-    _placed: dict[tuple[int, int, tuple[str, ...]], PlacedStage] = field(default_factory=dict)
+    _placed: dict[tuple[int, int, tuple[str, ...], int], PlacedStage] = field(default_factory=dict)
     _between: dict[tuple[int, int, int], PlacedStage] = field(default_factory=dict)
 
     @property
@@ -66,31 +70,68 @@ class LayeredModel:
         """The graph, with one layer of each kind."""
         return self.chain.captured
 
-    def place(self, kind: int, degree: int, experts: tuple[str, ...] = ()) -> PlacedStage:
+    def place(self, kind: int, degree: int, experts: tuple[str, ...] = (), context: int = 1) -> PlacedStage:
         """A kind of layer with its operators split over *degree* devices; with *experts*, module paths, only those in
-        these are split, and the others divide the rows.
+        these are split, and the others divide the rows. Each row is cut over *context* such groups along `cut_dim`.
 
         Raises:
             InfeasibleError: the layer cannot be split over that number of devices.
         """
-        key = (kind, degree, experts)
+        key = (kind, degree, experts, context)
         if key not in self._placed and self.like is not None:
             self._placed[key] = _translated(self.like.place(*key), self.like, self)
         elif key not in self._placed:
             graph = self.chain.partition.stages[kind]
-            rows = {v: self._in_rows(v) for v in (*graph.received, *graph.sent)}
-            whole = (REPLICATE,) * (2 if degree > 1 else 1)
-            received = {v: p if experts else whole for v in graph.received if (p := rows[v])}
+            inside = (REPLICATE,) * (degree > 1)
+            if context > 1:
+                factor = self._cut_factor(context)
+                placed = {v: (*p, *inside) for v in (*graph.received, *graph.sent) if (p := self._along(v, factor))}
+                received = {v: placed[v] for v in graph.received if v in placed}
+            else:
+                placed = {v: p for v in (*graph.received, *graph.sent) if (p := self._along(v))}
+                whole = (REPLICATE, *inside)
+                received = {v: placed[v] if experts else whole for v in graph.received if v in placed}
             if experts == NOTHING_SPLIT:  # the layer that made it sums its gradient, once for all of its readers
-                received |= {v: (REPLICATE, REPLICATE_PARTIAL) for v in graph.received if not rows[v]}
+                received |= {v: (REPLICATE, REPLICATE_PARTIAL) for v in graph.received if v not in placed}
             problem = replace(
-                self._problem(kind, degree, experts),
-                fixed=received | ({} if experts else self._shared(kind, degree)),
+                self._problem(kind, degree, experts, context),
+                fixed=received | ({} if experts else self._shared(kind, degree, context)),
                 sent="whole",
-                leaving={v: p for v in graph.sent if experts and (p := rows[v])},
+                leaving={v: placed[v] for v in graph.sent if (experts or context > 1) and v in placed},
             )
-            self._placed[key] = self._solved(problem, Prices() if experts else MEGATRON)
+            self._placed[key] = self._solved(problem, Prices() if experts or degree == 1 else MEGATRON)
         return self._placed[key]
+
+    @cached_property
+    def cut_dim(self) -> int:
+        """The dim of the batch along which most of the model's operators can be cut, such as the length of a sequence
+        or the depth of a volume; 0 if those are few."""
+        nodes = [node for node in self.captured.graph.nodes if node in self.analysis.choices]
+        found: dict[int, int] = {}
+        for node in batch_placeholders(self.captured):
+            for dim, factors in enumerate(self.analysis.dims[node, 0][1:], start=1):
+                for factor in self.analysis.factors.cuttable(factors)[:1]:
+                    num = sum(
+                        any(one.factor == factor and all(p.kind == "S" for p in one.outputs) for one in own)
+                        for own in map(self.analysis.choices.__getitem__, nodes)
+                    )
+                    found[dim] = max(found.get(dim, 0), num)
+        best = max(found, key=lambda dim: (found[dim], -dim), default=0)
+        return best if best and found[best] >= MOST_CUT * len(nodes) else 0
+
+    def _cut_factor(self, context: int) -> int:
+        """The axis factor that *context* devices cut.
+
+        Raises:
+            InfeasibleError: it has fewer parts than there are devices.
+        """
+        if not self.cut_dim:
+            raise InfeasibleError("no dim of the batch but its rows can be cut through most of the model's operators")
+        role, node = Along(dim=self.cut_dim, region=""), next(iter(self.analysis.choices))
+        scopes, mesh = self.chain.partition.scopes, _mesh(0, 1, context)
+        factor = cut_along(self.captured, self.analysis, scopes, mesh, {node: (role,)})[node][0]
+        assert factor is not None
+        return factor
 
     def place_between(self, kind: int, degree: int, rows: int) -> PlacedStage:
         """A kind of layer split over *degree* devices as in the middle of a stage, with micro-batches of *rows* rows:
@@ -157,16 +198,17 @@ class LayeredModel:
         choices = (stage.choices[node][1] for node in stage.nodes)
         return any(p.kind == "S" and p.factor == factor for one in choices for p in (*one.inputs, *one.outputs))
 
-    def _problem(self, kind: int, degree: int, experts: tuple[str, ...] = ()) -> StageProblem:
+    def _problem(self, kind: int, degree: int, experts: tuple[str, ...] = (), context: int = 1) -> StageProblem:
         """A kind of layer as a stage whose values may come and leave in any form."""
         graph = self.chain.partition.stages[kind]
         outputs: tuple[Any, ...] = self.captured.graph.output_node().args[0]  # type: ignore[assignment]
         mutated = zip(self.captured.mutated, map(resolve, outputs[1:]), strict=True)
         loss = resolve(outputs[0])
+        cut: tuple[RegionRole, ...] = (Along(dim=self.cut_dim, region=""),) if context > 1 else ()
         return StageProblem(
             task_graph=graph,
-            mesh=_mesh(kind, degree),
-            roles={node: _roles(node, degree, experts) for node in graph.nodes},
+            mesh=_mesh(kind, degree, context),
+            roles={node: (*cut, *_roles(node, degree, experts)) for node in graph.nodes},
             rows=self.rows,
             time=self.time,
             loss=loss if self.chain.partition.stage_of[loss[0]] == kind else None,
@@ -194,22 +236,23 @@ class LayeredModel:
         """Whether the devices of a group divide the rows of a micro-batch at some operator of a kind of layer."""
         return degree > 1 and self.cuts_rows(self.place(kind, degree))
 
-    def _in_rows(self, value: Value) -> Placements:
-        """Placement of a value whose rows the devices of a group divide; empty for others, such as relative positions,
-        which need not be whole."""
-        factor, dims = self.analysis.batch_factor, range(len(value_shape(value)))
+    def _along(self, value: Value, factor: int | None = None) -> Placements:
+        """Placement of a value that the devices of a group cut along a factor, by default its rows; empty for others,
+        such as relative positions, which need not be whole."""
+        factor = self.analysis.batch_factor if factor is None else factor
+        dims = range(len(value_shape(value)))
         return next(
             ((REPLICATE, shard(dim, factor)) for dim in dims if self.analysis.shardable(value, factor, dim)), ()
         )
 
-    def _shared(self, kind: int, degree: int) -> dict[Value, Placements]:
+    def _shared(self, kind: int, degree: int, context: int = 1) -> dict[Value, Placements]:
         """How later layers store the parameters that this one also reads."""
         read = {v for n in self.chain.partition.stages[kind].nodes for v in operands(n)}
         found: dict[Value, Placements] = {}
         for later in self.chain.partition.stages[kind + 1 :]:
             for value in {v for n in later.nodes for v in operands(n)} & read:
                 if value[0].name in self.captured.parameters:
-                    found[value] = self.place(later.index, degree).stored[value]
+                    found[value] = self.place(later.index, degree, (), context).stored[value]
         return found
 
     def program(
@@ -218,12 +261,13 @@ class LayeredModel:
         degree: int,
         rows: int,
         experts: tuple[str, ...] = (),
+        context: int = 1,
         *,
         clock: RNGPosition | None = None,
     ) -> LocalProgram:
         """The program of the first device of the group for a kind of layer, for one of ``rows``; *clock* as in
         `whale.strategies.lowering.lower`."""
-        return self._lowered(self.place(kind, degree, experts), rows, clock)
+        return self._lowered(self.place(kind, degree, experts, context), rows, clock)
 
     def program_between(
         self, kind: int, degree: int, rows: int, placed_for: int, *, clock: RNGPosition | None = None
@@ -245,13 +289,14 @@ def _roles(node: fx.Node, degree: int, experts: Sequence[str]) -> tuple[RegionRo
     return (SHARDS if is_split else REPLICAS,)
 
 
-def _mesh(kind: int, degree: int) -> VirtualDevice:
+def _mesh(kind: int, degree: int, context: int = 1) -> VirtualDevice:
+    axes = (("context", context), (SHARDS, degree))
     return VirtualDevice(
         stage=kind,
-        ranks=tuple(range(degree)),
-        axes=(MeshAxis(name=SHARDS, size=degree),) if degree > 1 else (),
-        speeds=(1.0,) * degree,
-        memory_bytes=(0,) * degree,
+        ranks=tuple(range(degree * context)),
+        axes=tuple(MeshAxis(name=name, size=size) for name, size in axes if size > 1),
+        speeds=(1.0,) * (degree * context),
+        memory_bytes=(0,) * (degree * context),
     )
 
 

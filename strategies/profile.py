@@ -84,6 +84,8 @@ def profile_model(
     *,
     tensor_degrees: Sequence[int] = (1, 2, 4, 8),
     expert_degrees: Sequence[int] = (),
+    context_degrees: Sequence[int] = (),
+    cut_tensor_degrees: Collection[int] | None = None,
     loss_fn: Callable[..., Any] | None = None,
     name: str | None = None,
     captured: Captured | None = None,
@@ -95,6 +97,8 @@ def profile_model(
 
     A tensor degree over which the model cannot be split, or at which its costs follow no law, is left out; ``refused``
     of the profile says why. Where a layer has experts, they alone are split at *expert_degrees*, if that is possible.
+    Each row is cut along a dim of the batch, such as the length of its sequence, at *context_degrees*, at each of the
+    tensor degrees or those of *cut_tensor_degrees*; ``uncut`` of the profile says where it is not.
     With *captured*, a capture of the training model as it is, the profile is of a run in the model's own number type.
     With a *precision*, ``bf16`` or ``fp16``, it is of a run under ``torch.autocast``, as *captured* then is.
     With *rules* it has what each rule of recompute keeps and computes again; layers then take about twice as long.
@@ -145,6 +149,10 @@ def profile_model(
             costs_at = {way: _KindCosts(own, position, rules=rules) for way, own in more.items()} if modules else {}
             split = [_with(v, between[position]) for v in _expert_variants(costs_at, modules, sent=sent[position])]
             kinds[position] = kinds[position].model_copy(update={"expert_variants": tuple(split)})
+    cuts = sorted({*context_degrees} - {1})
+    wanted = set(legal) - set(refused)
+    wanted &= wanted if cut_tensor_degrees is None else set(cut_tensor_degrees)
+    uncut = _add_cut(kinds, costs, cuts, sorted(wanted), sent, between)
     return ModelProfile(
         name=name or type(model).__name__,
         model_hash=first.hash,
@@ -160,7 +168,37 @@ def profile_model(
         refused=tuple(refused.items()),
         rules=RECOMPUTES if rules else ("none",),
         autocast=precision or "",  # type: ignore[arg-type]
+        cut_dim=first.cut_dim if cuts else 0,
+        uncut=tuple(uncut.items()),
     )
+
+
+def _add_cut(
+    kinds: list[LayerKind],
+    costs: Sequence[_KindCosts],
+    contexts: Sequence[int],
+    degrees: Sequence[int],
+    sent: Sequence[bool],
+    between: Sequence[_Both],
+) -> dict[int, str]:
+    """Add to the kinds of layers their variants at context degrees, in each tensor degree at which all of them can be
+    cut so; return the context degrees at which there is none, with reasons."""
+    refused: dict[int, str] = {}
+    for context in contexts:
+        for degree in degrees:
+            found = []
+            try:
+                for kind, own, met in zip(costs, sent, between, strict=True):
+                    kind.measure(degree, context=context)
+                    found.append(_with(kind.variant(degree, context=context, sent=own), met))
+            except (InfeasibleError, _NoLaw) as error:
+                if degree == 1:
+                    refused[context] = str(error)
+                continue
+            for position, variant in enumerate(found):
+                more = (*kinds[position].context_variants, variant)
+                kinds[position] = kinds[position].model_copy(update={"context_variants": more})
+    return refused
 
 
 _Both = tuple[tuple[Communication, ...], tuple[Communication, ...]]
@@ -385,41 +423,46 @@ class _KindCosts:
         first = next(iter(models.values()))
         self.name = first.chain.names[kind]
         self.dtype = _main_dtype(first)
-        self.traces: dict[tuple[int, tuple[str, ...]], list[Trace]] = {}
-        self.again: dict[tuple[int, tuple[str, ...]], list[_Placing]] = {}
+        self.traces: dict[_Way, list[Trace]] = {}
+        self.again: dict[_Way, list[_Placing]] = {}
         self.divided: dict[int, _KindCosts] = {}
 
-    def measure(self, degree: int, experts: tuple[str, ...] = (), *, divisible: bool = False) -> bool:
-        """Trace the layer split over *degree* devices, or with only its *experts* split.
+    def measure(
+        self, degree: int, experts: tuple[str, ...] = (), context: int = 1, *, divisible: bool = False
+    ) -> bool:
+        """Trace the layer split over *degree* devices, or with only its *experts* split, with rows that are cut over
+        *context* of these groups.
 
         False, and nothing is traced, where they divide rows, unless the rows are *divisible* by the degree.
         """
         first = next(iter(self.models.values()))
-        if not (experts or divisible) and first.divides_rows(self.kind, degree):
+        if not (experts or divisible or context > 1) and first.divides_rows(self.kind, degree):
             return False
+        way = degree, experts, context
         with default_dtype(self.dtype):  # as captured: tensors that a model creates while running depend on it
-            self.traces[degree, experts] = [self._trace(rows, degree, experts) for rows in self.models]
+            self.traces[way] = [self._trace(rows, way) for rows in self.models]
             nodes = first.chain.partition.stages[self.kind].nodes
             if has_regions(nodes) if self.rules else any(map(is_checkpointed, nodes)):
-                self.again[degree, experts] = list(self._placings(degree, experts))
+                self.again[way] = list(self._placings(way))
         return True
 
-    def _trace(self, rows: int, degree: int, experts: tuple[str, ...]) -> Trace:
+    def _trace(self, rows: int, way: _Way) -> Trace:
         model = self.models[rows]
         return trace(
             model.captured,
-            model.place(self.kind, degree, experts),
-            model.program(self.kind, degree, rows, experts),
+            model.place(self.kind, *way),
+            model.program(self.kind, way[0], rows, *way[1:]),
             model.rows.index(rows),
             self.dtype,
         )
 
-    def _placings(self, degree: int, experts: tuple[str, ...]) -> Iterator[_Placing]:
+    def _placings(self, way: _Way) -> Iterator[_Placing]:
         """The layer under the rules, in each of the ways in which a group places it, with micro-batches of more and
         more rows."""
         first, every = next(iter(self.models.values())), list(self.models)
-        if experts or degree == 1:
-            runs = [self._trace_again(self.models[rows], rows, degree, experts) for rows in (every[0], every[-1])]
+        degree, experts, context = way
+        if experts or degree == 1 or context > 1:
+            runs = [self._trace_again(self.models[rows], rows, way) for rows in (every[0], every[-1])]
             yield _Placing(1, 1, 1, (self.counted[0], self.counted[len(every) - 1]), runs)
             return
 
@@ -435,17 +478,17 @@ class _KindCosts:
             cut = first.cuts_rows(placed(rows))
             models = self.multiples(degree) if cut else self.models
             ends = (min(models), max(models))
-            runs = [self._trace_again(models[count], count, degree, (), rows) for count in ends]
+            runs = [self._trace_again(models[count], count, way, rows) for count in ends]
             yield _Placing(since, rows, degree if cut else 1, ends, runs)
 
     def _trace_again(
-        self, model: LayeredModel, rows: int, degree: int, experts: tuple[str, ...], placed_for: int = 1
+        self, model: LayeredModel, rows: int, way: _Way, placed_for: int = 1
     ) -> Mapping[Recompute, Again]:
-        clock = RNGPosition(0)
-        if experts:
+        clock, (degree, experts, context) = RNGPosition(0), way
+        if experts or context > 1:
             stage, program = (
-                model.place(self.kind, degree, experts),
-                model.program(self.kind, degree, rows, experts, clock=clock),
+                model.place(self.kind, *way),
+                model.program(self.kind, degree, rows, *way[1:], clock=clock),
             )
         else:  # results of collectives are kept, and which these are depends on the form of what layers hand on
             stage, program = (
@@ -470,14 +513,14 @@ class _KindCosts:
             if not calls[0].forward and not calls[0].backward:
                 return (), ()
         return (
-            self._communications([one.forward for one in calls], "replica"),
-            self._communications([one.backward for one in calls], "replica"),
+            self._communications([one.forward for one in calls], {(0, 1): "replica"}),
+            self._communications([one.backward for one in calls], {(0, 1): "replica"}),
         )
 
     @property
     def keeps_input(self) -> bool:
         """Whether autograd saves the layer's input."""
-        return any(kept.received for kept in self.traces[1, ()][0].kept)
+        return any(kept.received for kept in self.traces[1, (), 1][0].kept)
 
     def sent(self, value: Value) -> Amount:
         """The whole size of a value that leaves the layer."""
@@ -492,14 +535,14 @@ class _KindCosts:
             sizes.append(Traffic(elements=count) if same else Traffic(bytes=count * tensor.element_size()))
         return self._amount(sizes)
 
-    def variant(self, degree: int, experts: tuple[str, ...] = (), *, sent: bool) -> LayerVariant:
+    def variant(self, degree: int, experts: tuple[str, ...] = (), context: int = 1, *, sent: bool) -> LayerVariant:
         """The layer's measured costs. *sent* says whether its output is saved here, not by its readers."""
-        if degree in self.divided:
+        if degree in self.divided and context == 1:
             return self.divided[degree].variant(degree, sent=sent)
         first = next(iter(self.models.values()))
-        stage, traces = first.place(self.kind, degree, experts), self.traces[degree, experts]
-        exchanges = () if experts else self._exchanges([t.forward for t in traces], stage)
-        again = self.again.get((degree, experts), [])
+        stage, traces = first.place(self.kind, degree, experts, context), self.traces[degree, experts, context]
+        exchanges = () if experts or context > 1 else self._exchanges([t.forward for t in traces], stage)
+        again = self.again.get((degree, experts, context), [])
         regions = _Regions(
             attention_cores(first.captured.graph),
             expert_operators(stage.nodes),
@@ -507,12 +550,17 @@ class _KindCosts:
         )
         shapes, of_experts, frozen = _parameters(first, stage, in_parts=bool(experts))
         sizes = tuple(map(prod, shapes))
-        group: Literal["tensor", "expert"] = "expert" if experts else "tensor"
+        inside: _Group = "expert" if experts else "tensor"
+        lines = [stage.mesh.group(axis, 0) for axis in range(len(stage.mesh.axes))]
+        group: dict[tuple[int, ...], _Group] = dict.fromkeys(lines, inside)
+        group |= dict.fromkeys(lines[: int(context > 1)], "context")
         saved = self._saved([t.kept for t in traces], regions, sent=sent)
-        received_share, sent_share = (1.0, 1.0) if experts else first.held_shares(self.kind, degree)
+        shares = (1.0, 1.0) if experts or context > 1 else first.held_shares(self.kind, degree)
+        received_share, sent_share = shares
         return LayerVariant(
             tensor_degree=1 if experts else degree,
             expert_degree=degree if experts else 1,
+            context_degree=context,
             forward=self._kernels([t.forward for t in traces], regions),
             backward=self._kernels([t.backward for t in traces], regions, forward=False),
             forward_communications=self._communications([t.forward_calls for t in traces], group) + exchanges,
@@ -576,8 +624,9 @@ class _KindCosts:
         )
 
     def _communications(
-        self, runs: Sequence[Sequence[CollectiveCall]], group: Literal["tensor", "expert", "replica"]
+        self, runs: Sequence[Sequence[CollectiveCall]], groups: Mapping[tuple[int, ...], _Group]
     ) -> tuple[Communication, ...]:
+        """The collectives of the first device, over one of its *groups* each."""
         found = []
         for same in self._rows_alike(runs, "collectives"):
             name: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"] = same[0].op
@@ -587,7 +636,7 @@ class _KindCosts:
                 size = self._amount([Traffic(elements=count) for count in sizes])
             else:
                 size = self._amount([Traffic(bytes=count * kind.itemsize) for count in sizes])
-            found.append(Communication(kind=name, group=group, size=size))
+            found.append(Communication(kind=name, group=groups[same[0].ranks], size=size, beside=same[0].beside))
         return tuple(found)
 
     def _exchanges(self, runs: Sequence[Sequence[KernelRun]], stage: PlacedStage) -> tuple[Communication, ...]:
@@ -650,6 +699,12 @@ class _KindCosts:
             return ()
         kept = [value.size for value in saved]
         return _most_of([_without_all(self._amount(same), kept) for same in dict.fromkeys(zip(*runs, strict=True))])
+
+
+_Way = tuple[int, tuple[str, ...], int]
+"""The devices over which a layer is split, the modules of its experts if only these are, and the context degree."""
+
+_Group = Literal["tensor", "expert", "context", "replica"]
 
 
 class _Placing(NamedTuple):
@@ -777,13 +832,15 @@ def _main_dtype(model: LayeredModel) -> torch.dtype:
     return next((kind for kind in kinds if kind.is_floating_point), torch.float32)
 
 
-def _exchanged(call: CollectiveCall) -> int:
+def _exchanged(call: CollectiveCall) -> int | Fraction:
     """Elements of the whole tensor of a collective, as `Communication.size` has it."""
     if call.op == "all_reduce":
         return prod(call.shapes[0])
     if call.op == "all_to_all":  # noted: the whole tensor, and how it is cut before and after
         whole, before, _ = call.shapes
-        return prod(whole) * before[0] // sum(before)
+        if call.beside:  # passed on to one rank, which an all-to-all of so much takes
+            return Fraction(before[0] * len(call.ranks), len(call.ranks) - 1)
+        return Fraction(prod(whole) * before[0], sum(before))
     return sum(prod(shape) for shape in call.shapes)
 
 

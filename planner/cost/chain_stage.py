@@ -25,7 +25,7 @@ class ChainStage(Offloading):
         data, tensor: degrees.
         rows: of a micro-batch, for each replica; a replica may have none.
         expert: degree; the ranks of an expert group divide the rows of a replica, and only their experts are split.
-        context: degree; the ranks of a context group divide the tokens of each row.
+        context: degree; the ranks of a context group cut each row, such as its tokens.
         recompute: what its backward computes again, as Whale runs it.
         state: how its replicas divide their state, as Whale runs it; None: all have all.
         offload: what is in the host's memory, as Whale runs it.
@@ -81,6 +81,11 @@ class ChainStage(Offloading):
     def data_group(self) -> tuple[int, ...]:
         """The ranks that hold the same dense parameters as its first."""
         return self.ranks[:: self.tensor]
+
+    @property
+    def row_group(self) -> tuple[int, ...]:
+        """The ranks that hold the same dense parameters as its first and divide the rows of a micro-batch with it."""
+        return self.ranks[:: self.tensor * self.context]
 
     def slice(self, index: int) -> tuple[int, ...]:
         """The ranks of a replica.

@@ -241,7 +241,7 @@ def require_parts(profile: ModelProfile, configuration: Configuration) -> None:
     if configuration.expert > 1 and not any(variant.expert_parameters for variant in variants):
         raise UsageError(f"--ep {configuration.expert} divides experts, but {profile.name} has none; leave --ep out")
     attends = any(kernel.attention or kernel.kind == "attention" for kernel in kernels)
-    if configuration.context > 1 and kernels and not attends:
+    if configuration.context > 1 and configuration.stack != "whale" and kernels and not attends:
         raise UsageError(
             f"--cp {configuration.context} divides the tokens of a row between attentions, but {profile.name} has no "
             "attention; use --dp in its place"

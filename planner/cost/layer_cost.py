@@ -7,7 +7,7 @@ prediction of a compiled plan for any fraction of a layer. It knows neither grou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,7 +37,7 @@ from whale.planner.cost.optimizers import Optimizer, costs_of
 from whale.planner.cost.precision import Precision
 from whale.planner.cost.stack import WHALE, Stack
 
-__all__ = ["Degrees", "LayerCosts", "LayerMemo"]
+__all__ = ["Degrees", "LayerCosts", "LayerMemo", "with_part"]
 
 MOST_USUAL_ROWS = 4096
 """Limit of the powers of two of rows that are priced together; a search asks for most of them."""
@@ -45,8 +45,8 @@ MOST_USUAL_ROWS = 4096
 MOST_ADDING = 16
 """Number of micro-batches beyond which tables do not distinguish: 15 of 16 accumulate gradients."""
 
-Degrees = tuple[int, int]
-"""The tensor and the expert degree of a device's part of a layer."""
+Degrees = tuple[int, int, int]
+"""The tensor, the expert and the context degree of a device's part of a layer."""
 
 
 class LayerMemo:
@@ -94,7 +94,7 @@ class LayerCosts:
         Args:
             kind: of the layer, a position in the profile's kinds.
             type_: of the device.
-            degrees: over which the layer and its experts are split; the profile has the first one.
+            degrees: over which the layer and its experts are split, and rows are cut; the profile has the first one.
             rows: of a micro-batch on the device.
             micro_batches: of the step.
             shards: devices that share the optimizer's states.
@@ -109,6 +109,7 @@ class LayerCosts:
                 wanted,
                 tensor_degree=degrees[0],
                 expert_degree=degrees[1],
+                context_degree=degrees[2],
                 precision=self.precision,
                 fused_attention=self.stack.fuses(type_, self.precision),
                 eager=self.stack.eager,
@@ -125,18 +126,26 @@ class LayerCosts:
         return found.averaged(micro_batches) if micro_batches > 1 and found.accumulation else found
 
     def seconds_of_part(
-        self, kind: int, type_: DeviceType, fraction: float, expert: int, rows: int, micro_batches: int
-    ) -> LayerSeconds:
+        self, kind: int, type_: DeviceType, fraction: float, expert: int, rows: int, micro_batches: int,
+        context: int = 1, part: float = 1.0,
+    ) -> LayerSeconds:  # fmt: skip
         """Return the seconds of any *fraction* of a layer: between the tensor degrees that the profile knows they are
-        linear in it. Collectives of such a part are not among them."""
+        linear in it. Collectives of such a part are not among them. Rows are cut over *context* devices, of which this
+        one has *part* times an equal share; where the profile does not know it, they are taken as a fraction."""
         if not rows:
             return LayerSeconds(forward=0.0, backward=0.0, weights=0.0, update=0.0)
         given = self.profile.kinds[kind]
+        if context > 1:
+            known = [one.tensor_degree for one in given.context_variants if one.context_degree == context]
+            if (degree := next((one for one in known if abs(one * fraction - 1) < 1e-9), None)) is not None:
+                cut = self.seconds(kind, type_, (degree, expert, context), rows, micro_batches)
+                return with_part(cut, part)
+            fraction *= part / context
         measured = {times.tensor_degree for times in given.measured if times.device_type == type_.name}
         degrees = sorted(measured or {variant.tensor_degree for variant in given.variants})
 
         def at(degree: int) -> LayerSeconds:
-            return self.seconds(kind, type_, (degree, expert), rows, micro_batches)
+            return self.seconds(kind, type_, (degree, expert, 1), rows, micro_batches)
 
         exact = next((degree for degree in degrees if abs(degree * fraction - 1) < 1e-9), None)
         if exact is not None:
@@ -242,6 +251,12 @@ class LayerCosts:
         usable = known and self.runs and self.profile.experts and 1 in self.tensor_degrees
         return tuple(sorted(set.intersection(*known))) if usable else ()
 
+    @cached_property
+    def cuts(self) -> tuple[tuple[int, int], ...]:
+        """Tensor and context degrees at which all layers know how their rows are cut, as Whale runs it, ascending."""
+        known = [{(one.tensor_degree, one.context_degree) for one in kind.context_variants} for kind in self.profile.kinds]
+        return tuple(sorted(set.intersection(*known))) if known and self.runs else ()
+
     # Bytes
 
     def kept(self, kind: int, type_: DeviceType, degrees: Degrees, rows: float) -> float:
@@ -249,20 +264,20 @@ class LayerCosts:
         amounts, multiple = self._amounts(kind, type_, degrees, rows)
         return amounts[0](-(-rows // multiple) * multiple if multiple > 1 else rows)
 
-    def casts(self, layers: Iterable[int], degrees: Degrees) -> float:
+    def casts(self, layers: Iterable[int], degrees: Sequence[int]) -> float:
         """Bytes of casts of the parameters of *layers* to the precision of autocast, one of each: micro-batches that
         save them share them, and stretches of parameters are gathered as these."""
         kinds = Counter(map(self.profile.layers.__getitem__, layers))
         return sum(count * self.casts_of(kind, degrees) for kind, count in kinds.items())
 
-    def casts_of(self, kind: int, degrees: Degrees) -> float:
+    def casts_of(self, kind: int, degrees: Sequence[int]) -> float:
         """The same of a layer of a kind."""
         if not self.runs:
             return 0.0
         how: dict[str, Any] = {"tensor_degree": degrees[0], "expert_degree": degrees[1], "precision": self.precision}
         return cast_bytes(self.profile.kinds[kind], **how)
 
-    def shared_casts_of(self, kind: int, degrees: Degrees) -> float:
+    def shared_casts_of(self, kind: int, degrees: Sequence[int]) -> float:
         """Bytes of the casts that micro-batches keep together: none where backwards cast again."""
         return self.casts_of(kind, degrees) if self.stack.recompute == "none" else 0.0
 
@@ -291,7 +306,7 @@ class LayerCosts:
             if self.runs:
                 costs = costs_of(self.optimizer)
                 one_by_one = costs.one_by_one if type_.is_processor or costs.steps_one_by_one else 0
-                how |= {"expert_degree": degrees[1], "recompute": rule}
+                how |= {"expert_degree": degrees[1], "context_degree": degrees[2], "recompute": rule}
                 both = (
                     run_kept_bytes(given, **how, rows=rows),
                     run_working_bytes(given, **how, one_by_one=one_by_one, rows=rows),
@@ -415,6 +430,8 @@ def _sustained(one: LayerSeconds, share: float) -> LayerSeconds:
         backward=max(one.backward, (one.backward - one.backward_slack) / share),
         weights=one.weights / share,
         accumulation=one.accumulation / share,
+        forward_attention=one.forward_attention / share,
+        backward_attention=one.backward_attention / share,
         forward_slack=max(0.0, one.forward - (one.forward - one.forward_slack) / share),
         backward_slack=max(0.0, one.backward - (one.backward - one.backward_slack) / share),
     )
@@ -432,6 +449,12 @@ def _blend(one: LayerSeconds, other: LayerSeconds, share: float, rest: float) ->
         update=mixed("update"),
         measured=one.measured and other.measured,
     )
+
+
+def with_part(one: LayerSeconds, part: float) -> LayerSeconds:
+    """Return the times of a device that has *part* times as much of each row; parameters it has whole."""
+    names = ("forward", "backward", "weights", "forward_attention", "backward_attention")
+    return one if part == 1 else replace(one, **{name: part * getattr(one, name) for name in names})
 
 
 def _usual_rows(rows: float) -> tuple[float, ...]:

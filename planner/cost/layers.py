@@ -51,12 +51,13 @@ read, 4 written), then the sum (8 read, 4 written); without, the sum alone. In m
 
 class Collective(NamedTuple):
     """A collective inside a layer: ``bytes`` is the size of the whole tensor, as in `whale.ir.profile.Communication`;
-    ``num`` of them."""
+    ``num`` of them; ``beside`` attentions."""
 
     kind: str
     group: str
     bytes: float
     num: int = 1
+    beside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ class LayerSeconds:
         forward_collectives, backward_collectives: to be priced on a network.
         forward_slack, backward_slack: seconds among ``forward`` and ``backward`` in which the device waits for the
             host's launches: collectives cost nothing while they fit into them.
+        forward_attention, backward_attention: seconds among them of attentions, beside which a ring passes keys on.
         measured: whether times were measured on this type of device.
     """
 
@@ -84,6 +86,8 @@ class LayerSeconds:
     backward_collectives: tuple[Collective, ...] = ()
     forward_slack: float = 0.0
     backward_slack: float = 0.0
+    forward_attention: float = 0.0
+    backward_attention: float = 0.0
     measured: bool = False
 
     def averaged(self, num_micro_batches: int) -> LayerSeconds:
@@ -109,6 +113,7 @@ def layer_seconds_by_rows(
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
     expert_degree: int = 1,
+    context_degree: int = 1,
     optimizer: str | None = None,
     optimizer_shards: int = 1,
     accumulate: bool = True,
@@ -131,6 +136,7 @@ def layer_seconds_by_rows(
         sequence_parallel: whether the tensor group also divides what is not split.
         expert_degree: devices over which experts are divided, each with its own *rows* of all else: as the profile has
             it, or if it does not, with the weights of the experts divided.
+        context_degree: devices over which Whale cuts each row.
         optimizer: as `whale.planner.cost.optimizers` knows it, run by torch in the number type of the run, as in
             Whale's executor; None: a fused Adam that may have master weights, in other stacks.
         optimizer_shards: devices that share the optimizer's step (ZeRO).
@@ -175,14 +181,15 @@ def layer_seconds_by_rows(
         added, later = (parameters * each if accumulate else 0.0 for each in (added_bytes, later_bytes))
         return priced.seconds(recompute, added, later, parameters / optimizer_shards * moved)
 
-    variant = variant_of(kind, tensor_degree, expert_degree)
+    variant = variant_of(kind, tensor_degree, expert_degree, context_degree)
     gathers_again = recompute == "full" and optimizer is None  # Whale keeps what ranks exchange
     if times is None:
         if kind.measured and not variant.forward and not variant.backward:
             raise UsageError(_unmeasured(kind, device))
         found = modelled(variant)
-    elif variant.expert_degree > 1:  # never measured
-        found = list(map(_by_the_model, found, modelled(variant_of(kind, 1)), modelled(variant)))
+    elif variant.expert_degree > 1 or variant.context_degree > 1:  # never measured
+        whole = variant_of(kind, variant.tensor_degree)
+        found = list(map(_by_the_model, found, modelled(whole), modelled(variant)))
     return [
         replace(
             one,
@@ -233,6 +240,12 @@ class _Priced:
         elif kernels := self._recomputed(recompute):
             again, again_host, _ = self._of(kernels)
             backward, backward_host = backward + again, backward_host + again_host
+        attention = [
+            self._of(tuple(kernel for kernel in kernels if kernel.kind == "attention"), backward=back)[0].tolist()
+            if any(one.beside for one in variant.forward_communications)
+            else [0.0] * len(self.rows)
+            for kernels, back in ((variant.forward, False), (variant.backward, True))
+        ]
         return [
             LayerSeconds(
                 forward=max(ahead, forward_host),
@@ -242,8 +255,12 @@ class _Priced:
                 accumulation=max(back + later_bytes / bandwidth, backward_host) - max(back, backward_host),
                 forward_slack=max(0.0, forward_host - ahead),
                 backward_slack=max(0.0, backward_host - back),
+                forward_attention=beside[0],
+                backward_attention=beside[1],
             )
-            for ahead, back, of_weights in zip(forward.tolist(), backward.tolist(), weights.tolist(), strict=True)
+            for ahead, back, of_weights, *beside in zip(
+                forward.tolist(), backward.tolist(), weights.tolist(), *attention, strict=True
+            )
         ]
 
     def _of(self, kernels: tuple[Kernel, ...], *, backward: bool = False) -> tuple[Array, float, Array]:
@@ -301,12 +318,27 @@ def _unmeasured(kind: LayerKind, device: DeviceType) -> str:
     )
 
 
-def variant_of(kind: LayerKind, tensor_degree: int, expert_degree: int = 1) -> LayerVariant:
-    """The variant of that tensor degree; of an expert degree where there is one for it, else with whole experts.
+def variant_of(
+    kind: LayerKind, tensor_degree: int, expert_degree: int = 1, context_degree: int = 1
+) -> LayerVariant:
+    """The variant of that tensor degree, and context degree; of an expert degree where there is one for it, else with
+    whole experts.
 
     Raises:
         UsageError: there is none; the message names those that exist.
     """
+    if context_degree > 1:
+        cut = next(
+            (v for v in kind.context_variants if (v.tensor_degree, v.context_degree) == (tensor_degree, context_degree)),
+            None,
+        )
+        if cut is None or expert_degree > 1:
+            known = ", ".join(f"{v.tensor_degree} x {v.context_degree}" for v in kind.context_variants)
+            raise UsageError(
+                f"the profile has no layer {kind.name!r} at tensor degree {tensor_degree} and context degree "
+                f"{context_degree}; it knows {known or 'no context degree'}"
+            )
+        return cut
     degrees = (tensor_degree, expert_degree)
     split = next((one for one in kind.expert_variants if (one.tensor_degree, one.expert_degree) == degrees), None)
     if split is not None:
@@ -354,7 +386,7 @@ def _in_core(kernel: Kernel) -> bool:
 
 def _collectives(communications: Iterable[Communication], rows: float, precision: Precision) -> tuple[Collective, ...]:
     return tuple(
-        Collective(given.kind, given.group, given.size.total(rows, precision.element_bytes), given.count)
+        Collective(given.kind, given.group, given.size.total(rows, precision.element_bytes), given.count, given.beside)
         for given in communications
     )
 

@@ -374,6 +374,7 @@ def run_kept_bytes(
     *,
     tensor_degree: int = 1,
     expert_degree: int = 1,
+    context_degree: int = 1,
     precision: Precision,
     recompute: Recompute = "none",
     rows: float = 0.0,
@@ -392,7 +393,7 @@ def run_kept_bytes(
             )
         kept = kind.output if recompute == "full" else kind.activations or Amount()
         return _bytes(kept, precision.element_bytes)
-    variant = variant_of(kind, tensor_degree, expert_degree)
+    variant = variant_of(kind, tensor_degree, expert_degree, context_degree)
     if (ruled := under_rule(variant, recompute, rows * precision.element_bytes)) is not None:
         return _bytes(ruled.kept, precision.element_bytes)
     sizes = [_bytes(value.size, precision.element_bytes) for value in variant.saved]
@@ -416,6 +417,7 @@ def run_hosted(
     *,
     tensor_degree: int,
     expert_degree: int,
+    context_degree: int,
     precision: Precision,
     recompute: Recompute,
 ) -> tuple[Affine, Largest, Affine]:
@@ -424,7 +426,7 @@ def run_hosted(
     moved = Affine(0.0, kept.per_row)
     ahead = Affine(0.0, FETCHED * kept.per_row)
     if recompute != "full" and kind.variants:
-        saved = variant_of(kind, tensor_degree, expert_degree).saved
+        saved = variant_of(kind, tensor_degree, expert_degree, context_degree).saved
         largest = max((_bytes(value.size, precision.element_bytes).per_row for value in saved), default=0.0)
         ahead = Affine(0.0, min(FETCHED * largest, kept.per_row))
     amounts = tuple(Affine(one.fixed + ahead.fixed, one.per_row + ahead.per_row) for one in working.amounts)
@@ -449,6 +451,7 @@ def run_working_bytes(
     *,
     tensor_degree: int = 1,
     expert_degree: int = 1,
+    context_degree: int = 1,
     precision: Precision,
     one_by_one: int = 0,
     recompute: Recompute = "none",
@@ -464,7 +467,8 @@ def run_working_bytes(
     if not kind.variants:
         again = _bytes(kind.activations or Amount(), precision.element_bytes)
         return Largest((nothing, again) if recompute == "full" else (nothing,))
-    variant, size = variant_of(kind, tensor_degree, expert_degree), precision.element_bytes
+    variant = variant_of(kind, tensor_degree, expert_degree, context_degree)
+    size = precision.element_bytes
     ruled = under_rule(variant, recompute, rows * size)
     found = tuple(_bytes(amount, size) for amount in (variant.working if ruled is None else ruled.working))
     if not found:
@@ -473,6 +477,7 @@ def run_working_bytes(
         kind,
         tensor_degree=tensor_degree,
         expert_degree=expert_degree,
+        context_degree=context_degree,
         precision=precision,
         recompute=recompute,
         rows=rows,

@@ -111,7 +111,7 @@ class PlanKinds:
                 with_gathers(own_prices, stage, kind, cost, micro_batches, pipelined=len(stages) > 1)
                 for kind, cost in zip(own_kinds, costs, strict=True)
             ]
-            met = between_replicas(prices, stage.layers, own_kinds[0].group, max(stage.rows), stage.data_group)
+            met = between_replicas(prices, stage.layers, own_kinds[0].group, max(stage.rows), stage.row_group)
             found_costs.append(tuple(with_meetings(costs, *met)))
         return cls(
             prices=prices,

@@ -256,7 +256,7 @@ class PlanMemory(PlanKinds):
         stage, prices = self.stages[index], self.prices
         rows = kind.rows / stage.size * stage.tensor
         if prices.runs:
-            rows = kind.group.whole_rows(int(kind.rows)) / stage.expert
+            rows = kind.group.whole_rows(int(kind.rows)) / stage.expert / stage.context
         entering = prices.handed_bytes(stage.first - 1, rows) if index else 0.0
         leaving = prices.handed_bytes(stage.last - 1, rows) if index < len(self.stages) - 1 else 0.0
         held = in_flight(self.schedule, len(self.stages), index, self.micro_batches)

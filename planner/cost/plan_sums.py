@@ -126,7 +126,7 @@ class PlanSums(PlanKinds):
                     dense -= shared / stage.tensor if place in seen or self._is_apart(readers) else 0.0
                     seen.add(place)
             spent = own_prices.stage(members, kind.group, kind.rows, self.micro_batches).backward * last_share
-            spent += between_replicas(prices, members, kind.group, kind.rows, stage.data_group)[1]
+            spent += between_replicas(prices, members, kind.group, kind.rows, stage.row_group)[1]
             each = (max(0.0, dense), experts)
             summed = sum(part * prices.gradient_bytes * pace for part, pace in zip(each, paces, strict=True))
             layers.append((summed, spent))

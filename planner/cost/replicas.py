@@ -43,7 +43,8 @@ def of_kind(
     """Return the same for one layer of a kind (a position in the profile's kinds)."""
     if kind not in prices.meeting:
         return 0.0, 0.0
-    spent = prices.seconds(kind, group.types[0], (group.tensor, group.expert), max(1.0, rows / group.positions), 1)
+    degrees = (group.tensor, group.expert, group.context if prices.runs else 1)
+    spent = prices.seconds(kind, group.types[0], degrees, max(1.0, rows / prices.divided_rows(group)), 1)
     forward, backward = (
         sum(
             one.num * prices.over(one.kind, data_group, group.tensor, one.bytes)

@@ -18,6 +18,7 @@ from whale.ir.profile import LayerVariant, ModelProfile
 from whale.planner.cost.buckets import bucket_bytes, largest_packed, num_buckets_of
 from whale.planner.cost.groups import DeviceGroups, TensorGroup
 from whale.planner.cost.hosts import link_to_host, stepping_on_host, with_copies
+from whale.planner.cost.layer_cost import with_part
 from whale.planner.cost.layers import Collective, LayerSeconds, variant_of
 from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes, wasted_share
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -28,7 +29,7 @@ from whale.planner.cost.stage_cost import NOTHING, Hop, Memo, Shape, StageCost
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
 from whale.planner.network.communication import collective, send
 
-__all__ = ["CostModel", "exposed_seconds"]
+__all__ = ["CostModel", "exposed_beside", "exposed_seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,24 +142,45 @@ class CostModel(DeviceGroups):
         key = (kind, group.kind, whole, lacking, times, shards, self.stack.way)
         found = self.memo.layers.get(key)
         if found is None:
-            found = self.memo.layers[key] = self._price(kind, group, whole / group.positions, times, shards, lacking)
+            found = self.memo.layers[key] = self._price(
+                kind, group, whole / self.divided_rows(group), times, shards, lacking
+            )
         return found
+
+    def _parts_of_rows(self, group: TensorGroup, spent: Sequence[LayerSeconds]) -> list[float]:
+        """How many times an equal part of each row a device of each type of a group has, which *spent* seconds on that:
+        parts are by speed where devices cut rows."""
+        if not self.runs or group.context == 1 or len(group.types) == 1:
+            return [1.0] * len(group.types)
+        seconds = {
+            type_.name: max(one.forward + one.backward, 1e-12) for type_, one in zip(group.types, spent, strict=True)
+        }
+        speeds = [1 / seconds[self.cluster.devices[rank].type.name] for rank in group.ranks]
+        return [len(speeds) / sum(speeds) / seconds[type_.name] for type_ in group.types]
+
+    def divided_rows(self, group: TensorGroup) -> int:
+        """Devices of a group that divide the rows of a micro-batch: those that cut each row have parts of all, of which
+        the profile has the costs as Whale runs it."""
+        return group.expert if self.runs else group.positions
 
     def _price(
         self, kind: int, group: TensorGroup, rows: float, micro_batches: int, shards: int, lacking: int = 0
     ) -> StageCost:
         """Cost of *rows* rows on each device, of which the last ones, *lacking* of them, have a row fewer."""
-        degrees, first = (group.tensor, group.expert), group.ranks[: group.degree - lacking]
+        degrees = (group.tensor, group.expert, group.context if self.runs else 1)
+        first = group.ranks[: group.degree - lacking]
         most = {self.cluster.devices[rank].type for rank in first} if lacking else group.types
         fewer = rows - 1 or rows - lacking / group.expert  # who has no row computes experts for the rows of others
         spent = [
             self.seconds(kind, type_, degrees, rows if type_ in most else fewer, micro_batches, shards)
             for type_ in group.types
         ]
+        parts = self._parts_of_rows(group, spent)
+        spent = [with_part(one, part) for one, part in zip(spent, parts, strict=True)]
         slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
         largest = next(one for one, type_ in zip(spent, group.types, strict=True) if type_ in most)
-        forward = sum(self._collective_of(one, group) for one in largest.forward_collectives)
-        backward = sum(self._collective_of(one, group) for one in largest.backward_collectives)
+        forward = self._collectives_of(largest.forward_collectives, group, largest.forward_attention)
+        backward = self._collectives_of(largest.backward_collectives, group, largest.backward_attention)
         if not self.runs:
             context = self._context_seconds(kind, group, rows)
             forward, backward = exposed_seconds(
@@ -169,7 +191,7 @@ class CostModel(DeviceGroups):
         ahead, back = slowest.forward + forward, slowest.backward + backward
         if self.stack.offload != "none":
             hosted = max(self.hosted(kind, type_, degrees, rows) for type_ in group.types)
-            size = sum(self.parameters_of(kind, *degrees)) * self.precision.element_bytes
+            size = sum(self.parameters_of(kind, *degrees[:2])) * self.precision.element_bytes
             read = size if self.stack.state_on_host and self.stack.zero == 3 else 0.0
             link = min(link_to_host(self.cluster, rank) for rank in group.ranks)
             ahead, back = with_copies(ahead, back, kept=hosted, read=read, link=link)
@@ -180,8 +202,10 @@ class CostModel(DeviceGroups):
             backward=back,
             weights=slowest.weights,
             communication=forward + backward,
-            kept=max(self.kept(kind, type_, degrees, rows) for type_ in group.types),
-            working=max(self.working(kind, type_, degrees, rows) for type_ in group.types),
+            kept=max(part * self.kept(kind, type_, degrees, rows) for part, type_ in zip(parts, group.types, strict=True)),
+            working=max(
+                part * self.working(kind, type_, degrees, rows) for part, type_ in zip(parts, group.types, strict=True)
+            ),
             update=update,
             measured=slowest.measured,
             launched=(slowest.forward if slowest.forward_slack else 0.0)
@@ -211,15 +235,23 @@ class CostModel(DeviceGroups):
             hosted=0.0 if self.stack.offload == "none" else sum(count * price.hosted for count, price in found),
         )
 
-    def computation(self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1) -> tuple[float, float]:
+    def computation(
+        self, kind: int, type_: DeviceType, degree: int, rows: int, expert: int = 1, context: int = 1
+    ) -> tuple[float, float]:
         """Seconds forward and backward of a step's only micro-batch through a layer on one device of a group of
-        *degree*, or of an *expert* degree, without its collectives."""
-        spent = self.seconds(kind, type_, (degree, expert), -(-rows // expert), 1)
+        *degree*, or of an *expert* or *context* degree, without its collectives."""
+        spent = self.seconds(kind, type_, (degree, expert, context), -(-rows // expert), 1)
         return spent.forward, spent.backward
 
+    def _collectives_of(self, some: Sequence[Collective], group: TensorGroup, attention: float) -> float:
+        """Seconds of collectives of a layer, and of those beside its *attention* what that does not hide."""
+        each = [(self._collective_of(one, group), one.beside) for one in some]
+        beside = exposed_beside((seconds for seconds, beside in each if beside), attention, group.context)
+        return sum(seconds for seconds, beside in each if not beside) + beside
+
     def _collective_of(self, one: Collective, group: TensorGroup) -> float:
-        degree = group.expert if one.group == "expert" else group.tensor
-        if degree == 1 or one.group == "replica":  # priced for a stage: `whale.planner.cost.replicas`
+        degree = {"tensor": group.tensor, "expert": group.expert, "context": group.context}.get(one.group, 1)
+        if degree == 1:  # between replicas: priced for a stage by `whale.planner.cost.replicas`
             return 0.0
         return one.num * self._among(group, one.group, one.kind, one.bytes)
 
@@ -432,6 +464,12 @@ class CostModel(DeviceGroups):
                 latency += self._among(into, "tensor", "all_gather", whole / into.positions)
             self.memo.hops[key] = Hop(latency, max(1, num_bytes) / cost.transfer)
         return self.memo.hops[key]
+
+
+def exposed_beside(messages: Iterable[float], attention: float, ranks: int) -> float:
+    """Seconds that remain of a ring's messages, between a number of ranks, beside their attention of that many seconds:
+    it begins with the columns that a rank has, and passes these on meanwhile, but for the last."""
+    return max(0.0, sum(messages) - attention * (1 - 1 / max(1, ranks)))
 
 
 def exposed_seconds(

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from whale.ir.cluster import DeviceType
+from whale.planner.cost.layer_cost import Degrees
 from whale.planner.cost.stage import CostModel
 
 __all__ = ["least_seconds", "least_time", "work_of_kinds"]
@@ -57,18 +58,19 @@ def _row_seconds(prices: CostModel, kind: int, type_: DeviceType) -> float:
     """Device-seconds of a row's forward and backward through a kind of layer, at the degrees and the number of rows at
     which they are least."""
     found = []
-    for tensor, expert in _degrees(prices, type_):
+    for tensor, expert, context in _degrees(prices, type_):
         for rows in _rows(prices, kind):
-            seconds = sum(prices.computation(kind, type_, tensor, rows * expert, expert))
-            found.append(seconds * tensor / rows)
+            seconds = sum(prices.computation(kind, type_, tensor, rows * expert, expert, context))
+            found.append(seconds * tensor * context / rows)
     return min(found)
 
 
-def _degrees(prices: CostModel, type_: DeviceType) -> Iterator[tuple[int, int]]:
-    """Tensor and expert degrees of groups that such a device may be in."""
+def _degrees(prices: CostModel, type_: DeviceType) -> Iterator[Degrees]:
+    """Tensor, expert and context degrees of groups that such a device may be in."""
     node = max(len(node.ranks) for node in prices.cluster.nodes)
-    yield from ((degree, 1) for degree in prices.tensor_degrees if prices.knows(type_, degree, node))
-    yield from ((1, degree) for degree in prices.expert_degrees)
+    yield from ((degree, 1, 1) for degree in prices.tensor_degrees if prices.knows(type_, degree, node))
+    yield from ((1, degree, 1) for degree in prices.expert_degrees)
+    yield from ((tensor, 1, context) for tensor, context in prices.cuts)
 
 
 def _rows(prices: CostModel, kind: int) -> list[int]:

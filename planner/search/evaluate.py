@@ -119,6 +119,11 @@ def _check(prices: CostModel, stages: Sequence[StageChoice]) -> None:
             known = ", ".join(map(str, prices.expert_degrees)) or "none"
             what = f"{stage.expert} at tensor degree {stage.tensor}"
             raise UsageError(f"stage {index}: {prices.profile.name} has no expert degree {what}, only {known}")
+        cut = stage.tensor, stage.context
+        if stage.context > 1 and (cut not in prices.cuts or stage.expert > 1):
+            known = ", ".join(f"{context} at tensor degree {tensor}" for tensor, context in prices.cuts) or "none"
+            what = f"{stage.context} at tensor degree {stage.tensor}"
+            raise UsageError(f"stage {index}: {prices.profile.name} has no context degree {what}, only {known}")
     twice = next((rank for rank, count in used.items() if count > 1), None)
     wrong = next((rank for rank in used if not 0 <= rank < len(prices.cluster.devices)), None)
     if twice is not None or wrong is not None:

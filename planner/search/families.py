@@ -343,7 +343,7 @@ def any_meshes(meshes: CostTable, rows: int, micro_batches: int, max_stages: int
     for own, mesh in meshes.any_meshes:
         if (data := mesh.data) <= rows:
             used = [pool for pool, number in enumerate(own) if number]
-            if len(used) > 1 or not meshes.too_large(used[0], (mesh.tensor, mesh.expert), -(-rows // data)):
+            if len(used) > 1 or not meshes.too_large(used[0], mesh.division, -(-rows // data)):
                 chosen.append((own, mesh))
     deepest = max_stages if len(pools) == 1 else min(max_stages, DEEPEST["any"])
     return _family("any", meshes, micro_batches, chosen, quotas, deepest)
@@ -438,7 +438,7 @@ def _lines(
     for own in filter(None, alike):
         quotas = [len(meshes.pools[index].ranks) // mesh.counts[index] for mesh in own]
         shares, stages = [-(-rows // mesh.data) for mesh in own], [min(quota, max_stages) for quota in quotas]
-        held = meshes.together_held(index, own[0][1:], shares, stages, micro_batches)
+        held = meshes.together_held(index, own[0].division, shares, stages, micro_batches)
         for mesh, quota, parts in zip(own, quotas, held, strict=True):
             pace = meshes.work(mesh, rows, micro_batches)
             line = _Line(mesh, quota, parts, max(pace.of_chain, 1e-12), pace.hop)
@@ -547,12 +547,12 @@ def _dimension(units: Sequence[int]) -> int:
 
 def _extremes(chosen: Sequence[Sized]) -> list[Sized]:
     """The smallest and the largest mesh of each tensor and expert degree of one dimension."""
-    found: dict[tuple[int, int, int], tuple[Sized, Sized]] = {}
+    found: dict[tuple[int, ...], tuple[Sized, Sized]] = {}
     for one in chosen:
         units, mesh = one
         used = [index for index, number in enumerate(units) if number]
         if len(used) == 1:
-            key = used[0], mesh.tensor, mesh.expert
+            key = used[0], *mesh.division
             least, most = found.get(key, (one, one))
             found[key] = min(least, one), max(most, one)
     return list(dict.fromkeys(one for both in found.values() for one in both))

@@ -32,7 +32,7 @@ def laid_out(meshes: CostTable, draft: PartialPlan, batch: int) -> Candidate:
     chosen = [_needed(meshes.prices, mesh, layers) for mesh, layers in zip(draft.meshes, every, strict=True)]
     for stage, (mesh, layers, groups) in enumerate(zip(chosen, every, lay_out(meshes.pools, chosen), strict=True)):
         held = in_flight(draft.schedule, len(draft.meshes), stage, draft.micro_batches)
-        priced = [meshes.prices.group(ranks, mesh.data, mesh.expert) for ranks in groups]
+        priced = [meshes.prices.group(ranks, mesh.data, mesh.expert, mesh.context) for ranks in groups]
         rows = fastest_rows(
             meshes.prices, layers, priced, meshes.rows(batch, draft.micro_batches), draft.micro_batches, held
         )
@@ -49,6 +49,7 @@ def laid_out(meshes: CostTable, draft: PartialPlan, batch: int) -> Candidate:
                 tensor=mesh.tensor,
                 rows=tuple(rows[index] for index in used),
                 expert=mesh.expert,
+                context=mesh.context,
                 recompute=meshes.prices.stack.recompute,
                 state=StateSharding(meshes.prices.stack.zero) if meshes.prices.stack.zero else None,
                 offload=meshes.prices.stack.offload,

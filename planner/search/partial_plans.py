@@ -20,7 +20,7 @@ from whale.errors import InfeasibleError
 from whale.planner.balance.cuts import CutProblem, evenest_cut, fastest_cut
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.mesh_costs import MeshCosts
-from whale.planner.search.space import Mesh
+from whale.planner.search.space import Mesh, degrees_text
 from whale.planner.search.table import CostTable
 from whale.planner.search.tied_sums import with_tied_sums
 from whale.planner.search.timing import pipeline_bound, pipeline_ends
@@ -93,7 +93,7 @@ def _degrees_of(meshes: tuple[Mesh, ...]) -> str:
     """The degrees of stages, those that repeat with their number."""
     runs: list[tuple[str, int]] = []
     for mesh, alike in groupby(meshes):
-        inner, count = f"{mesh.expert} experts" if mesh.expert > 1 else f"{mesh.tensor}", len(list(alike))
+        inner, count = degrees_text(*mesh.division), len(list(alike))
         text = f"{mesh.data}x{inner}"
         if runs and runs[-1][0] == text:
             count += runs.pop()[1]

@@ -359,7 +359,7 @@ def _added(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[
     some = []
     for pool, count in enumerate(left):
         divisions = [one for one in meshes.divisions(meshes.pools[pool]) if data * prod(one) <= count]
-        largest = [one for one in divisions if one[1] == 1][-1:] + divisions[-1:]
+        largest = [one for one in divisions if one[1:] == (1, 1)][-1:] + divisions[-1:]
         for division in sorted({draft.meshes[stage][1:], *largest}.intersection(divisions)):
             some.append(_with(Mesh((0,) * len(left), *division), pool, data * prod(division)))
     for mesh in dict.fromkeys((*all_left, *some)):

@@ -49,8 +49,8 @@ class ReplicaTable(MeshSpace):
     _lists: dict[Any, list[list[float]]] = field(default_factory=dict, init=False)
     _nums: dict[tuple[int, int], list[float]] = field(default_factory=dict, init=False)
     _sizes: dict[float, Array] = field(default_factory=dict, init=False)
-    _needs: dict[tuple[int, int, int], Array] = field(default_factory=dict, init=False)
-    _most_rows: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
+    _needs: dict[tuple[int, int, int, int], Array] = field(default_factory=dict, init=False)
+    _most_rows: dict[tuple[int, int, int, int], float] = field(default_factory=dict, init=False)
     _of_buckets: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
     _parameters: dict[Any, tuple[Array, Array, Array, Array]] = field(default_factory=dict, init=False)
 
@@ -69,7 +69,7 @@ class ReplicaTable(MeshSpace):
 
         def overflows(rows: int) -> bool:
             _, _, kept, working = self._of_kinds(group, rows, micro_batches)
-            handed = self._handed(rows / group.expert)
+            handed = self._handed(rows / group.positions)
             way = message_bytes(handed[first], handed[last], held)
             most = max(own for num, own in zip(nums, working, strict=True) if num)
             return bool(state + held * total(nums, kept) + way + most > room)
@@ -119,7 +119,7 @@ class ReplicaTable(MeshSpace):
                 tied=self._tied_state(group.tensor, shards, micro_batches),
                 step=self._parameters_of(group.tensor, group.expert, shards, micro_batches)[3],
                 kept=kept,
-                handed=self._handed(rows / group.expert),
+                handed=self._handed(rows / group.positions),
                 working=np.maximum.reduceat(table[WORKING][self._layers], starts),
                 room=self._room_of(group),
             )
@@ -170,7 +170,8 @@ class ReplicaTable(MeshSpace):
     def _priced(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
         """`_table` of a number of rows that is priced, for as many micro-batches that accumulate gradients."""
         kinds, (far, near) = range(len(self.prices.profile.kinds)), self._targets_of(group)
-        degrees, found = (group.tensor, group.expert), []
+        degrees: tuple[int, int] = (group.tensor, group.expert)
+        found = []
         for kind in kinds:
             one = self.prices.layer(kind, group, rows, micro_batches)
             own = max(0.0, one.kept - self.prices.shared_casts_of(kind, degrees))
@@ -196,10 +197,9 @@ class ReplicaTable(MeshSpace):
         used = tuple(pool for pool, count in enumerate(mesh.counts) if count)
         share = -(-rows // mesh.data) if len(used) == 1 else 0  # of types side by side some may have no rows
         most = min(micro_batches, len(self.chain))
-        key = (used, mesh.tensor, mesh.expert, share, most)
+        key = (used, mesh.division, share, most)
         if key not in self._parts:
-            division = mesh.tensor, mesh.expert
-            found = [self._parts_of(pool, division, np.array([share]), most)[0] for pool in used]
+            found = [self._parts_of(pool, mesh.division, np.array([share]), most)[0] for pool in used]
             self._parts[key] = np.min(found, axis=0)
         return self._parts[key]
 
@@ -262,15 +262,15 @@ class ReplicaTable(MeshSpace):
             1.0, sum(len(one.ranks) * max(0.0, self._room(i)) for i, one in enumerate(self.pools)) / room / tensor
         )
 
-    def _amounts(self, pool: int, tensor: int, expert: int) -> Array:
+    def _amounts(self, pool: int, tensor: int, expert: int, context: int) -> Array:
         """Bytes (rows) of each kind of layer (columns): of its states; of what it keeps, at least and for each row;
         of what it works with, likewise; and how many such layers there are."""
-        key = (pool, tensor, expert)
+        key = (pool, tensor, expert, context)
         if key not in self._needs:
             prices, type_, found = self.prices, self.pools[pool].type, []
             for kind, num in self.layer_counts.items():
                 one, two = (
-                    [of(kind, type_, (tensor, expert), rows / expert) for of in (prices.kept, prices.working)]
+                    [of(kind, type_, (tensor, expert, context), rows / expert) for of in (prices.kept, prices.working)]
                     for rows in (1, 2)
                 )
                 amounts = [(2 * a - b, b - a) for a, b in zip(one, two, strict=True)]

@@ -7,8 +7,10 @@ device holds its part with the micro-batches that the schedule keeps in flight; 
 fixed stays.
 The space excludes different pipelines in parallel, which no executor runs. Recompute, state that replicas divide (ZeRO)
 and state or activations on hosts are part of it where nothing fits without: then plans are searched under each rule and
-level for all stages, under both where neither is enough, and at last with some of it on hosts; each stage of those that
-are found gets the least with which it still fits.
+level for all stages, under both where neither is enough, and then with some of it on hosts; each stage of those that
+are found gets the least with which it still fits. At last each row is cut, such as a long sequence or a large volume:
+where nothing fits else, and where there are fewer rows than devices. How attention is computed then, as a ring, by
+heads or from gathered keys, the placement of layers has chosen for their profile.
 
 Method, for clusters of any size:
 
@@ -36,7 +38,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from whale.errors import InfeasibleError, UsageError, WhaleError
@@ -57,6 +59,13 @@ from whale.planner.search.table import CostTable
 
 __all__ = ["search"]
 
+LEAST_GAP = 0.1
+"""Part of a step by which it could be shorter if all devices computed all the time, from which on it is looked at what
+cutting rows gains."""
+
+MOST_LAUNCHED = 0.5
+"""Part of the time of a row in which its device waits for launches, beyond which less of each row saves nothing."""
+
 LEAST_TIME = 0.25
 """Part of the time limit that a search has at least under each rule of recompute, where nothing fits without; none
 begins that part after the limit."""
@@ -73,6 +82,7 @@ def search(
     known: Memo | None = None,
     prices: CostModel | None = None,
     with_rules: Callable[[], ModelProfile] | None = None,
+    with_cuts: Callable[[], ModelProfile] | None = None,
 ) -> Found:
     """Find the fastest plans for a step of *batch* rows.
 
@@ -89,6 +99,8 @@ def search(
         prices: to be paid in place of Whale's own, of the same profile and cluster.
         with_rules: returns the profile with what each rule of recompute costs; asked if that is not known, and nothing
             fits without.
+        with_cuts: returns the profile with what layers cost on devices that cut each row; asked if that is not known,
+            and there are fewer rows than devices or nothing fits without.
 
     Raises:
         InfeasibleError: nothing fits: what is missing, and what would help.
@@ -139,28 +151,40 @@ def search(
 
     last = under(prices.under(*settings.way))
     overfull: list[PlanSearch] = []  # whose state no hosts hold
-    if (first := run(last)) is not None:
-        return _aligned(first, settings)
-    found = []
     untried = False
-    for ways in _ways(settings, cluster):
-        if last.stopped():
-            break
-        for way in ways:
-            rule = way[0]
-            if time.monotonic() - began > (1 + LEAST_TIME) * settings.time_limit:
-                untried = True
+
+    def tried(groups: Iterable[list[Way]], counts: Callable[[Found], bool] = lambda found: True) -> list[Found]:
+        """The results of the first group of ways that has some that count."""
+        nonlocal prices, last, untried
+        found: list[Found] = []
+        for ways in groups:
+            if found or untried or last.stopped():
                 break
-            if rule not in prices.profile.rules and with_rules is not None and profile.rules != RECOMPUTES:
-                prices = replace(prices, profile=with_rules(), memo=Memo())
-            if rule in prices.profile.rules and not last.stopped():
-                last = under(prices.under(*way))
-                if not hosts_hold(last.meshes.prices):
-                    overfull.append(last)
-                elif (one := run(last)) is not None:
-                    found.append(one)
-        if found or untried:
-            break
+            for way in ways:
+                if time.monotonic() - began > (1 + LEAST_TIME) * settings.time_limit:
+                    untried = True
+                    break
+                rules = prices.profile.rules
+                if way[0] not in rules and with_rules is not None and rules != RECOMPUTES:
+                    prices = replace(prices, profile=with_rules(), memo=Memo())
+                if way[0] in prices.profile.rules and not last.stopped():
+                    last = under(prices.under(*way))
+                    if not hosts_hold(last.meshes.prices):
+                        overfull.append(last)
+                    elif (one := run(last)) is not None and counts(one):
+                        found.append(one)
+        return found
+
+    first = run(last)
+    found = [first] if first is not None else tried(_ways(settings, cluster))
+    if with_cuts is not None and not prices.cuts and not last.stopped() and _cut_may_pay(prices, batch, found):
+        cut = replace(prices, profile=with_cuts(), memo=Memo())
+        if cut.cuts:
+            prices = cut
+            found += tried([[settings.way], *_ways(settings, cluster)], _is_cut)
+    if first is not None:
+        least = [_with_least(prices, found[1:], batch, settings)] if found[1:] else []
+        return _aligned(_together([first, *least], settings.top) if least else first, settings)
     if not found and ended:
         raise ended[0]
     if not found and untried:
@@ -181,7 +205,28 @@ def search(
     return _aligned(_with_least(prices, found, batch, settings), settings)
 
 
-def _ways(settings: SearchSettings, cluster: Cluster) -> Iterator[list[tuple[Recompute, int, Offload]]]:
+def _cut_may_pay(prices: CostModel, batch: int, found: Sequence[Found]) -> bool:
+    """Whether devices that cut rows could make a faster plan than those that searches found without: there are none, or
+    there are fewer rows than devices and a row keeps a device busy."""
+    if not found:
+        return True
+    if batch >= len(prices.cluster.devices) or min(one.gap for one in found) < LEAST_GAP:
+        return False
+    group = prices.group((found[0].best.stages[0].ranks[0],), 1)
+    row = prices.stage(range(len(prices.profile.layers)), group, 1, 1)
+    return row.launched < MOST_LAUNCHED * (row.forward + row.backward)
+
+
+def _is_cut(found: Found) -> bool:
+    """Whether the fastest plan cuts rows."""
+    return any(stage.context > 1 for stage in found.best.stages)
+
+
+Way = tuple[Recompute, int, Offload]
+"""A rule of recompute, a level of state and what is on hosts, of all stages."""
+
+
+def _ways(settings: SearchSettings, cluster: Cluster) -> Iterator[list[Way]]:
     """Changes to try where nothing fits, those first that cost least: one of rule and level, then both, and what is on
     the host, with these or without."""
     rules = RECOMPUTES[1:] if settings.recompute == "auto" else ()
@@ -214,24 +259,32 @@ def _aligned(found: Found, settings: SearchSettings) -> Found:
 
 def _with_least(prices: CostModel, found: Sequence[Found], batch: int, settings: SearchSettings) -> Found:
     """Results under several rules and levels as one, with the least recompute and the least level in each stage."""
+    def least(each: Found) -> Found:
+        candidates = tuple(_least(prices, candidate, batch, settings) for candidate in each.candidates)
+        return replace(each, candidates=candidates, default=None if each.default is None else least(each.default))
+
+    return _together(list(map(least, found)), settings.top)
+
+
+def _together(found: Sequence[Found], top: int) -> Found:
+    """Several results as one."""
     candidates: dict[object, Candidate] = {}
     for candidate in (one for each in found for one in each.candidates):
-        least = _least(prices, candidate, batch, settings)
-        candidates.setdefault((least.stages, least.micro_batches, least.schedule), least)
+        candidates.setdefault((candidate.stages, candidate.micro_batches, candidate.schedule), candidate)
     ordered = sorted(candidates.values(), key=step_seconds)
     default = [each.default for each in found if each.default is not None]
     dropped: Counter[tuple[str, str]] = Counter()
     for one in (one for each in found for one in each.dropped):
         dropped[one.family, one.reason] += one.count
     return Found(
-        candidates=tuple(best_of(ordered, settings.top)),
+        candidates=tuple(best_of(ordered, top)),
         near=tuple(sorted((one for each in found for one in each.near), key=step_seconds)),
         bound_seconds=min(each.bound_seconds for each in found),
         dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in dropped.items()),
         points=tuple(one for each in found for one in each.points),
         tried=sum(each.tried for each in found),
         seconds=sum(each.seconds for each in found),
-        default=_with_least(prices, default, batch, settings) if default else None,
+        default=_together(default, top) if default else None,
     )
 
 

@@ -21,7 +21,7 @@ from whale.planner.search.families import fit_divisions
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import PartialPlan, Scored, allowed, best_cuts, best_timed, score_partial
 from whale.planner.search.problem import Candidate, SearchSettings
-from whale.planner.search.space import Chain, Mesh, Pool, pools_of
+from whale.planner.search.space import Chain, Division, Mesh, Pool, pools_of
 from whale.planner.search.table import CostTable
 
 __all__ = ["least_after_compiling", "simple_plans"]
@@ -116,8 +116,8 @@ def _pool(counts: tuple[int, ...]) -> int:
     return next(index for index, count in enumerate(counts) if count)
 
 
-def _largest(divisions: set[tuple[int, int]]) -> tuple[int, int]:
-    return max((one for one in divisions if one[1] == 1), default=(1, 1))
+def _largest(divisions: set[Division]) -> Division:
+    return max((one for one in divisions if one[1:] == (1, 1)), default=(1, 1, 1))
 
 
 def _micro_batches(batch: int, settings: SearchSettings, stages: int) -> list[int]:

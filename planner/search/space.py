@@ -26,6 +26,7 @@ __all__ = [
     "MeshSpace",
     "Pool",
     "Replicas",
+    "degrees_text",
     "lay_out",
     "pools_of",
     "replicas_of",
@@ -37,8 +38,9 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 Degree = tuple[int | None, int | None, int | None]
 
-Division = tuple[int, int]
-"""The tensor and the expert degree of a data slice, one of which is 1."""
+Division = tuple[int, int, int]
+"""The tensor, the expert and the context degree of a data slice; one of the first two is 1, and with experts the last
+one."""
 
 FACTORS = (1, 2, 3, 4, 6, 8)
 """Rows of a slice of all of a pool's devices, of micro-batches that all pools divide evenly."""
@@ -77,19 +79,27 @@ class Pool:
 
 
 class Mesh(NamedTuple):
-    """A stage's devices: how many of each pool, and the tensor or expert degree; the rest of them is the data degree.
+    """A stage's devices: how many of each pool, and the tensor or expert degree, and the context degree; the rest of
+    them is the data degree.
 
-    An expert group is a data slice too: its devices divide the rows among them, and their experts.
+    An expert group is a data slice too: its devices divide the rows among them, and their experts. So are devices that
+    cut each row.
     """
 
     counts: tuple[int, ...]
     tensor: int
     expert: int = 1
+    context: int = 1
 
     @property
     def size(self) -> int:
         """Devices of a data slice."""
-        return self.tensor * self.expert
+        return self.tensor * self.expert * self.context
+
+    @property
+    def division(self) -> Division:
+        """Its degrees within a data slice."""
+        return self.tensor, self.expert, self.context
 
     @property
     def data(self) -> int:
@@ -102,6 +112,19 @@ class Replicas(NamedTuple):
 
     counts: tuple[int, ...]
     num: int
+
+
+def degrees_text(tensor: int, expert: int, context: int) -> str:
+    """The degrees of a data slice in words.
+
+    >>> degrees_text(2, 1, 1), degrees_text(1, 4, 1), degrees_text(1, 1, 8), degrees_text(2, 1, 8)
+    ('2', '4 experts', '8 parts of rows', '8 parts of rows x 2')
+    """
+    if expert > 1:
+        return f"{expert} experts"
+    if context == 1:
+        return f"{tensor}"
+    return f"{context} parts of rows" + (f" x {tensor}" if tensor > 1 else "")
 
 
 def pools_of(cluster: Cluster, speed: str = "float32") -> tuple[Pool, ...]:
@@ -333,15 +356,19 @@ class MeshSpace:
         return self._degrees[pool.type.name]
 
     def divisions(self, pool: Pool) -> tuple[Division, ...]:
-        """Ways to form data slices of a pool's devices, by tensor and by expert degree; such as `degrees`."""
+        """Ways to form data slices of a pool's devices, by tensor, expert and context degree; such as `degrees`."""
         usual = self.degrees(pool)
-        return tuple((tensor, expert) for tensor, expert in self.all_divisions if expert > 1 or tensor in usual)
+        return tuple(division for division in self.all_divisions if division[1] > 1 or division[0] in usual)
 
     @cached_property
     def all_divisions(self) -> tuple[Division, ...]:
         """All that there are for groups of any devices, those by tensor degree first."""
         prices = self.prices
-        return (*((one, 1) for one in prices.tensor_degrees), *((1, one) for one in prices.expert_degrees))
+        return (
+            *((one, 1, 1) for one in prices.tensor_degrees),
+            *((1, one, 1) for one in prices.expert_degrees),
+            *((tensor, 1, context) for tensor, context in prices.cuts),
+        )
 
     @cached_property
     def largest_node(self) -> int:

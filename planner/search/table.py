@@ -120,7 +120,8 @@ class CostTable(ReplicaTable):
         if len(data_group) < 2 or not (self.prices.meeting or self.prices.stack.zero == 3):
             return None
         group, rows, kinds = replica.group, replica.rows, range(len(self.prices.profile.kinds))
-        of_kinds = np.array([of_kind(self.prices, kind, group, rows, data_group) for kind in kinds]).T
+        divide_rows = data_group[:: group.context]
+        of_kinds = np.array([of_kind(self.prices, kind, group, rows, divide_rows) for kind in kinds]).T
         if self.prices.stack.zero == 3:  # gathers beside what is computed
             gathers = np.array([gather_seconds(self.prices, kind, group, data_group) for kind in kinds])
             of_kinds += np.maximum(0.0, gathers - replica.of_kinds[:2])
@@ -217,7 +218,7 @@ class CostTable(ReplicaTable):
         if not self.prices.stack.zero:
             return 1.0
         whole = sum(num * max(0.0, self._room_of(one)) for one, num in self.sample(mesh)[0])
-        return max(1.0, whole / max(1.0, self._room_of(group)))
+        return max(1.0, mesh.context * whole / max(1.0, self._room_of(group)))
 
     def hops(self, source: Mesh, target: Mesh, rows: int, micro_batches: int, near: bool = False) -> list[float]:
         """Seconds to send what a stage on *source* hands on to one on *target*, *near* if in the same node, and as much
@@ -442,12 +443,14 @@ class CostTable(ReplicaTable):
                 ranks = [
                     rank for pool, count in zip(self.pools, part.counts, strict=True) for rank in pool.ranks[:count]
                 ]
-                group = self.prices.group(sorted(ranks), mesh.data, mesh.expert)
+                group = self.prices.group(sorted(ranks), mesh.data, mesh.expert, mesh.context)
                 counted[group] = counted.get(group, 0) + part.num
                 main = next(index for index, count in enumerate(part.counts) if count)
                 step = part.counts[main]
-                own = self.pools[main].ranks[taken[main] : taken[main] + part.num * step : step]
-                data_group += own[:MOST_SAMPLED]
+                for index in range(len(self.pools)) if mesh.context > 1 else (main,):
+                    end = taken[index] + part.num * part.counts[index]
+                    own = self.pools[index].ranks[taken[index] : end : step if mesh.context == 1 else mesh.tensor]
+                    data_group += own[:MOST_SAMPLED]
                 taken = [done + part.num * count for done, count in zip(taken, part.counts, strict=True)]
             self._samples[mesh] = tuple(counted.items()), tuple(data_group)
         return self._samples[mesh]
@@ -498,6 +501,7 @@ class CostTable(ReplicaTable):
         if mesh not in self._gradient_sums:
             dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
             _, data_group = self.sample(mesh)
+            num_alike = mesh.size // mesh.context
             if mesh.expert == 1:
                 message, upto = self._summed(data_group, mesh.tensor, dense + experts)
             else:
@@ -505,8 +509,8 @@ class CostTable(ReplicaTable):
                 parts = self._summed(data_group, mesh.expert, experts)
                 message, upto = max(whole[0], parts[0]), whole[1] + parts[1]
             whole_bytes = max(1.0, float(dense[-1] + experts[-1]) * self.prices.gradient_bytes)
-            size = self.prices.message_bytes(data_group, whole_bytes, mesh.size)
-            beside = self.prices.beside(data_group, mesh.size, size)
+            size = self.prices.message_bytes(data_group, whole_bytes, num_alike)
+            beside = self.prices.beside(data_group, num_alike, size)
             self._gradient_sums[mesh] = GradientSums(message, upto, beside)
         return self._gradient_sums[mesh]
 

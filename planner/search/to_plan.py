@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from whale.errors import UsageError
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, Device
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage, PlanState
 from whale.ir.strategy import REPLICAS, SHARDS
 from whale.planner.search import Candidate, StageChoice
@@ -39,7 +39,7 @@ def plan_of(
         batch: rows of the global batch.
         annotations: as `annotations_of` makes them.
         model: that it is for.
-        shares: of each stage along its axis ``split``, as `split_shares` makes them; None: equal.
+        shares: of each stage along its first axis ``split``, as `split_shares` makes them; None: equal.
     """
     uneven = shares or [()] * len(candidate.stages)
     ragged = bool(batch % candidate.micro_batches)
@@ -68,10 +68,10 @@ def _plan_stage(
     if stage.data > 1:
         rows = stage.rows if ragged or len(set(stage.rows)) > 1 else ()
         axes.append(PlanAxis(name=REPLICAS, size=stage.data, role=REPLICAS, shares=rows))
-    if stage.tensor > 1:
-        axes.append(PlanAxis(name=SHARDS, size=stage.tensor, role=SHARDS, shares=shares))
-    if stage.expert > 1:
-        axes.append(PlanAxis(name=SHARDS, size=stage.expert, role=SHARDS))
+    inner = [degree for degree in (stage.context, stage.tensor, stage.expert) if degree > 1]
+    for number, size in enumerate(inner, start=1):
+        name = SHARDS if number == 1 else f"{SHARDS}{number}"
+        axes.append(PlanAxis(name=name, size=size, role=SHARDS, shares=shares if number == 1 else ()))
     return PlanStage(
         ranks=stage.ranks,
         axes=tuple(axes),
@@ -91,11 +91,15 @@ def _plan_state(stage: StageChoice) -> PlanState | None:
 
 
 def split_shares(stage: StageChoice, cluster: Cluster, dtype: str) -> tuple[float, ...]:
-    """Proportions by speed along the axis ``split`` of a stage whose tensor groups mix types of devices; else empty.
+    """Proportions by speed along the first axis ``split`` of a stage whose groups mix types of devices; else empty.
 
     All data slices have the same shares, so each part is as fast as its slowest device.
     """
-    parts = [[cluster.devices[rank] for rank in stage.ranks[part :: stage.tensor]] for part in range(stage.tensor)]
+    num = stage.context if stage.context > 1 else stage.tensor
+    each = stage.size // num if stage.expert == 1 else 1
+    parts: list[list[Device]] = [[] for _ in range(num)]
+    for place, rank in enumerate(stage.ranks):
+        parts[place // each % num].append(cluster.devices[rank])
     speeds = tuple(min(device.speed(dtype) for device in devices) for devices in parts)
     slowest = min(speeds)
     return tuple(round(speed / slowest, 3) for speed in speeds) if max(speeds) > slowest else ()
@@ -109,6 +113,7 @@ def annotations_of(
     anchors: Sequence[str],
     places: Iterable[tuple[str, int]],
     experts: Sequence[Sequence[str]] = (),
+    cut_dim: int = 1,
 ) -> dict[str, tuple[str, ...]]:
     """The annotations with which a model without any becomes these stages.
 
@@ -117,6 +122,7 @@ def annotations_of(
         anchors: the module with which each stage begins.
         places: for what the model computes, the path of the module and the stage.
         experts: of each layer, the modules of its experts.
+        cut_dim: the dim of the batch that context degrees cut.
 
     Raises:
         UsageError: a stage begins with no module, or with one that another stage needs too.
@@ -131,7 +137,7 @@ def annotations_of(
     """
     of_experts = {path: _nest_of_experts(one) for one in stages for path in _experts_of(one, experts)}
     if len(stages) == 1:
-        nest = _nest(stages[0])
+        nest = _nest(stages[0], cut_dim)
         return ({"": nest} if nest else {}) | _folded(of_experts)
     for index, anchor in enumerate(anchors):
         if not anchor or anchor in anchors[:index]:
@@ -140,9 +146,10 @@ def annotations_of(
                 "annotate"
             )
     found = {
-        anchor: (f"stage({len(stage.ranks)})", *_nest(stage)) for anchor, stage in zip(anchors, stages, strict=True)
+        anchor: (f"stage({len(stage.ranks)})", *_nest(stage, cut_dim))
+        for anchor, stage in zip(anchors, stages, strict=True)
     }
-    rest = _nests(stages, list(places), set(anchors))
+    rest = _nests(stages, list(places), set(anchors), cut_dim)
     return found | _folded(rest | of_experts)
 
 
@@ -156,13 +163,14 @@ def _nest_of_experts(stage: StageChoice) -> tuple[str, ...]:
     return (*data, f"split({stage.expert})")
 
 
-def _nest(stage: StageChoice) -> tuple[str, ...]:
+def _nest(stage: StageChoice, cut_dim: int) -> tuple[str, ...]:
     data = tuple(f"replicate({degree})" for degree in (stage.data, stage.expert) if degree > 1)
-    return (*data, f"split({stage.tensor})") if stage.tensor > 1 else data
+    cut = (f"split({stage.context}, dim={cut_dim})",) if stage.context > 1 else ()
+    return (*data, *cut, *((f"split({stage.tensor})",) if stage.tensor > 1 else ()))
 
 
 def _nests(
-    stages: Sequence[StageChoice], places: Sequence[tuple[str, int]], anchors: set[str]
+    stages: Sequence[StageChoice], places: Sequence[tuple[str, int]], anchors: set[str], cut_dim: int
 ) -> dict[str, tuple[str, ...]]:
     """Annotation of each module that computes outside the anchors and differs from the module around it.
 
@@ -178,7 +186,7 @@ def _nests(
             if not path:
                 break
             path = path.rpartition(".")[0]
-    nests = [_nest(stage) if stage.tensor > 1 else () for stage in stages]
+    nests = [_nest(stage, cut_dim) if stage.tensor * stage.context > 1 else () for stage in stages]
     told: dict[str, tuple[str, ...]] = {}
     found: dict[str, tuple[str, ...]] = {}
     for path in sorted(below, key=_depth):

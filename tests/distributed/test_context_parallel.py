@@ -154,6 +154,18 @@ TWO |= {
     f"{way}, {rule}": Case(layout={"": along(attention=way)}, options={"recompute": rule, "micro_batches": 2})
     for way, rule in (("ring", "full"), ("ulysses", "selective"))
 }
+TWO |= {
+    f"ring, zero {level}": Case(
+        layout={"": along(attention="ring")}, speeds=(2.0, 1.0), options={"zero": level, "recompute": rule}
+    )
+    for level, rule in ((1, "none"), (2, "selective"), (3, "full"))
+}
+TWO |= {
+    "ring, zero 3, micro-batches": Case(layout={"": along(attention="ring")}, options={"zero": 3, "micro_batches": 2}),
+    "gather, compiled": Case(layout={"": along(attention="gather")}, options={"compile": True}),
+    "ring, compiled": Case(layout={"": along(attention="ring")}, options={"compile": True, "recompute": "full"}),
+    "ulysses, zero 3": Case(layout={"": along(attention="ulysses")}, options={"zero": 3, "micro_batches": 2}),
+}
 THREE: dict[str, Case] = {
     "gather": Case(layout={"": along(attention="gather")}, speeds=(1.0, 2.0, 1.0)),
     "ring, uneven": Case(layout={"": along(attention="ring")}, speeds=(3.0, 1.0, 1.0)),
@@ -168,6 +180,16 @@ FOUR: dict[str, Case] = {
             "layers.[1-1]": [stage(2), along(attention="ring")],
         },
         options={"micro_batches": 2},
+    ),
+    "rings in stages of replicas": Case(
+        layout={
+            "layers.[0-0]": [stage(2), along(attention="ring")],
+            "layers.[1-1]": [stage(2), replicate(2)],
+        },
+        options={"micro_batches": 2, "zero": 1, "schedule": "zero-bubble"},
+    ),
+    "rings in replicas that divide state": Case(
+        layout={"": [replicate(2), along(2, "ring")]}, speeds=(2.0, 1.0, 2.0, 1.0), options={"zero": 3}
     ),
     "rings in replicas": Case(layout={"": [replicate(2), along(2, "ring")]}, speeds=(2.0, 1.0, 2.0, 1.0)),
     "heads in replicas": Case(layout={"": [replicate(2), along(2, "ulysses")]}),
@@ -203,6 +225,22 @@ HUGGING_FACE: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 @pytest.mark.parametrize(("build", "attention", "options"), HUGGING_FACE.values(), ids=HUGGING_FACE.keys())
 def test_models_of_hugging_face(worlds: Worlds, build: Any, attention: str, options: dict[str, Any]) -> None:
     check(worlds, 2, build, Setup(layout={"": along(attention=attention)}, promote=True, **options))
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str, int]] = {
+    "qwen2 on three": (zoo.qwen2, "auto", 3),
+    "mistral as a ring": (zoo.mistral, "ring", 2),
+    "mistral on three": (zoo.mistral, "auto", 3),
+    "gemma2 on three": (zoo.gemma2, "auto", 3),
+    "bert on three": (zoo.bert, "auto", 3),
+    "t5 on three": (zoo.t5, "auto", 3),
+    "mixtral": (zoo.mixtral, "auto", 2),
+}
+
+
+@pytest.mark.parametrize(("build", "attention", "size"), OTHERS.values(), ids=OTHERS.keys())
+def test_other_families(worlds: Worlds, build: Any, attention: str, size: int) -> None:
+    check(worlds, size, build, Setup(layout={"": along(attention=attention)}, promote=True))
 
 
 def peak(world: World, attention: str) -> tuple[int, int]:

@@ -101,6 +101,31 @@ def llama() -> Example:
     return LlamaForCausalLM(config).double(), tokens()
 
 
+def _decoder(kind: str, rows: int = ROWS, **options: Any) -> Example:
+    """A small decoder of another family, whose four heads share two keys."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(kind, **sizes, **heads, **special, **options)
+    return AutoModelForCausalLM.from_config(config).double(), tokens(rows)
+
+
+def qwen2() -> Example:
+    return _decoder("qwen2")
+
+
+def mistral() -> Example:
+    """Attention that sees three tokens."""
+    return _decoder("mistral", sliding_window=3)
+
+
+def gemma2() -> Example:
+    """Attention in steps with soft caps, in every second layer of a window."""
+    return _decoder("gemma2", sliding_window=4, head_dim=8)
+
+
 def mixtral() -> Example:
     from transformers import MixtralConfig, MixtralForCausalLM
 

@@ -225,15 +225,15 @@ def test_degrees_that_are_worth_profiling_are_powers_of_two_and_all_devices() ->
     assert expert_degrees(Cluster.homogeneous(6)) == (2, 4, 6)
 
 
-def every_plan(prices: CostModel, divisions: Sequence[tuple[int, int]], count: int) -> list[list[StageChoice]]:
+def every_plan(prices: CostModel, divisions: Sequence[tuple[int, int, int]], count: int) -> list[list[StageChoice]]:
     """Plans of one stage and of two on all devices and half of them each, at all degrees."""
     num, layers, rows = len(prices.cluster.devices), len(prices.profile.layers), BATCH // count
     meshes = {
         size: [(size // prod(one), *one) for one in divisions if size % prod(one) == 0] for size in (num, num // 2)
     }
 
-    def stage(first: int, last: int, start: int, degrees: tuple[int, int, int]) -> StageChoice:
-        data, tensor, expert = degrees
+    def stage(first: int, last: int, start: int, degrees: tuple[int, ...]) -> StageChoice:
+        data, tensor, expert, _ = degrees
         ranks = tuple(range(start, start + data * tensor * expert))
         own = (rows // data,) * data
         return StageChoice(first=first, last=last, ranks=ranks, data=data, tensor=tensor, rows=own, expert=expert)

@@ -89,9 +89,12 @@ def estimate(
     Ranks go tensor innermost, then context, data, pipeline outermost, through the devices in the order of the file:
     tp x cp x dp x pp devices, experts inside of dp.
 
-    Some of this is predicted as other stacks run it: --cp, --sequence-parallel and --precision fp8, which Whale does
-    not run, and of a --profile what that says nothing of: --recompute, or bf16 and fp16 under torch.autocast. The
-    output says so where one of these is chosen.
+    --cp cuts each row along a dim of the batch, such as the length of a sequence or the depth of a volume, as
+    split(N, dim=D) does.
+
+    Some of this is predicted as other stacks run it: --sequence-parallel and --precision fp8, which Whale does not run,
+    and of a --profile what that says nothing of: --cp, --recompute, or bf16 and fp16 under torch.autocast. The output
+    says so where one of these is chosen.
     """
     from whale.cli.clusters import load_cluster
     from whale.planner.cost.configuration import Configuration
@@ -161,7 +164,14 @@ def of_other_stacks(given: Configuration, profile: ModelProfile | None = None) -
             profile is not None and given.recompute not in profile.rules,
             f"--recompute {given.recompute}: activations computed again in the backward",
         ),
-        (given.context > 1, f"--cp {given.context}: parts of a row on {given.context} devices by ring attention"),
+        (
+            given.context > 1 and profile is not None and not _knows_cut(profile, given),
+            f"--cp {given.context}: parts of a row on {given.context} devices by ring attention",
+        ),
+        (
+            given.context > 1 and given.expert > 1,
+            f"--cp {given.context} and --ep {given.expert}: experts over devices that have parts of rows",
+        ),
         (bool(given.sequence_parallel), "--sequence-parallel: norms and dropouts divided by the tensor group"),
         (given.precision == "fp8", "--precision fp8: products in float8"),
         (
@@ -170,6 +180,14 @@ def of_other_stacks(given: Configuration, profile: ModelProfile | None = None) -
         ),
     )
     return [what for chosen, what in every if chosen]
+
+
+def _knows_cut(profile: ModelProfile, given: Configuration) -> bool:
+    """Whether a profile says what its layers cost on devices that cut each row."""
+    wanted = given.tensor, given.context
+    return all(
+        any((one.tensor_degree, one.context_degree) == wanted for one in kind.context_variants) for kind in profile.kinds
+    )
 
 
 def _profile(
@@ -193,6 +211,7 @@ def _profile(
         loaded.model,
         loaded.batch,
         tensor_degrees=sorted({1, given.tensor}),
+        context_degrees=[given.context] if as_whale else [],
         name=loaded.name,
         precision=given.precision if as_whale and given.precision in AUTOCAST else None,
         rules=as_whale and given.recompute != "none",
@@ -200,6 +219,9 @@ def _profile(
     refused = dict(profile.refused)
     if given.tensor in refused:
         raise UsageError(f"--tp {given.tensor}: {refused[given.tensor]}")
+    if given.context > 1 and as_whale and not _knows_cut(profile, given):
+        reason = dict(profile.uncut).get(given.context, f"its layers cannot be cut so at --tp {given.tensor}")
+        raise UsageError(f"--cp {given.context}: {reason}")
     return profile, loaded.assumptions
 
 

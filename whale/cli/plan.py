@@ -138,6 +138,7 @@ def plan(
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
 
     from whale.annotations import module_scopes
+    from whale.commands.automatic import cut_degrees
     from whale.commands.planning import make_plan, stage_annotations
     from whale.compile.compile import Options
     from whale.graph.capture import batch_rows
@@ -162,6 +163,7 @@ def plan(
             loaded.batch,
             tensor_degrees=degrees,
             expert_degrees=degrees,
+            context_degrees=cut_degrees(cluster, scopes),
             name=loaded.name,
             precision=autocast,
             rules=asked or recompute not in (None, "none"),

@@ -87,6 +87,7 @@ def profile(ctx: click.Context, as_json: bool, schema: bool, **given: Any) -> No
 @profile.command("model")
 @click.option("--model", "spec", required=True, metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
 @_model_options
+@click.option("--context-degrees", callback=_counts, metavar="N,...", help="Degrees over which rows are cut [none].")
 @click.option("--precision", metavar="NAME", help=PRECISION_HELP)
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the profile to this file.")
 @click.option("--kernels", is_flag=True, help="List the kernels of every layer too.")
@@ -97,6 +98,7 @@ def model_(
     settings: tuple[str, ...],
     batch_size: int | None,
     degrees: tuple[int, ...] | None,
+    context_degrees: tuple[int, ...] | None,
     precision: str | None,
     output: Path | None,
     kernels: bool,
@@ -118,6 +120,7 @@ def model_(
         loaded.batch,
         tensor_degrees=degrees,
         expert_degrees=degrees,
+        context_degrees=context_degrees or (),
         name=loaded.name,
         precision=autocast,
         rules=True,

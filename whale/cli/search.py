@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -217,8 +218,8 @@ def search(
     given = settings_for(given, None if model is None else model.trial)  # what-if cases are searched without the model
     with Interruption() as interruption:
         said = _said_of_profile(profile) if model is None else model.assumptions
-        with_rules = None if model is None else model.trial.with_rules
-        run = _Run(profile, given, interruption, said, with_rules)
+        trial = None if model is None else model.trial
+        run = _Run(profile, given, interruption, said, trial)
         try:
             _answer(run, cases, chosen, None if model is None else model.trial, output, record, as_json)
         except InfeasibleError:
@@ -374,7 +375,7 @@ class _Run:
     settings: SearchSettings
     interruption: Interruption
     assumptions: tuple[str, ...]
-    with_rules: Callable[[ModelProfile], ModelProfile] | None = None
+    model: CandidateCompiler | None = None
 
     def searched(self, case: _Case, trial: CandidateCompiler | None = None, *, known: Memo | None = None) -> Searched:
         """The plans for a case."""
@@ -392,7 +393,8 @@ class _Run:
                 stop=self.interruption.came,
                 known=known,
                 processes=available_cores(),
-                with_rules=self.with_rules,
+                with_rules=None if self.model is None else self.model.with_rules,
+                with_cuts=None if self.model is None else self._with_cuts(self.model, case.cluster),
             )
         note(f"{found.found.tried} plans were tried in {found.found.seconds:.2f} s")
         left = sum(not choice.compiled for choice in found.choices) if trial is not None else 0
@@ -403,6 +405,12 @@ class _Run:
             said = {"assumptions": (*self.assumptions, *said_of_hosts(choice.plan, case.cluster))}
             choices.append(replace(choice, plan=choice.plan.model_copy(update=said)))
         return replace(found, choices=tuple(choices))
+
+    @staticmethod
+    def _with_cuts(model: CandidateCompiler, cluster: Cluster) -> Callable[[ModelProfile], ModelProfile]:
+        from whale.commands.automatic import context_degrees
+
+        return partial(model.with_cuts, degrees=context_degrees(cluster))
 
 
 def _far(progress: Progress) -> str:

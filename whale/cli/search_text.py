@@ -133,9 +133,11 @@ def in_short(candidate: Candidate, cluster: Cluster) -> str:
 
 
 def _look(stage: StageChoice, cluster: Cluster) -> str:
+    from whale.planner.search.space import degrees_text
+
     types = dict.fromkeys(cluster.devices[rank].type.name for rank in stage.ranks)
     counts = [(sum(cluster.devices[rank].type.name == name for rank in stage.ranks), name) for name in types]
-    inner = f"{stage.expert} experts" if stage.expert > 1 else stage.tensor
+    inner = degrees_text(stage.tensor, stage.expert, stage.context)
     degrees = f" ({stage.data} x {inner})" if len(stage.ranks) > 1 else ""
     again = f" recompute {stage.recompute}" if stage.recompute != "none" else ""
     divided = f" zero {stage.level}" if stage.level else ""
@@ -196,6 +198,7 @@ def _stage_data(stage: StageChoice) -> dict[str, Any]:
         "data": stage.data,
         "tensor": stage.tensor,
         "expert": stage.expert,
+        "context": stage.context,
         "recompute": stage.recompute,
         "zero": stage.level,
         "offload": stage.offload,

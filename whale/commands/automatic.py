@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,8 @@ from whale.strategies.profile import profile_model
 __all__ = [
     "SearchInputs",
     "automatic_plan",
+    "context_degrees",
+    "cut_degrees",
     "expert_degrees",
     "search_inputs",
     "tensor_degrees",
@@ -50,6 +53,9 @@ __all__ = [
 ROOM = 0.8
 """Fraction of a device's memory that a module with its states may take; accumulated gradients and drivers need the
 rest."""
+
+MOST_CONTEXT_DEGREES = 64
+"""Largest number of devices over which a search cuts rows."""
 
 MOST_EXPERT_DEGREES = 64
 """Largest number of devices for which powers of two are expert degrees; a larger degree is all devices of a type."""
@@ -121,7 +127,13 @@ def automatic_plan(
             fixed=inputs.fixed,
         )
         best = search_plans(
-            inputs.profile, cluster, batch=inputs.rows, settings=settings, trial=trial, with_rules=trial.with_rules
+            inputs.profile,
+            cluster,
+            batch=inputs.rows,
+            settings=settings,
+            trial=trial,
+            with_rules=trial.with_rules,
+            with_cuts=partial(trial.with_cuts, degrees=context_degrees(cluster)),
         ).best.plan
         if place is not None:
             _keep(place, best, world)
@@ -346,6 +358,33 @@ def _asked(cluster: Cluster, scopes: Mapping[str, ScopePath] | None) -> set[int]
     every = (scope.strategy for path in (scopes or {}).values() for scope in path)
     degrees = (one.degree for one in every if one.shards_operators and one.degree is not None)
     return {degree for degree in degrees if degree <= len(cluster.devices)}
+
+
+def context_degrees(cluster: Cluster) -> tuple[int, ...]:
+    """Context degrees to profile where rows are cut: powers of two, and the devices of a node.
+
+    >>> context_degrees(Cluster.homogeneous(6))
+    (2, 4, 6)
+    """
+    num = min(len(cluster.devices), MOST_CONTEXT_DEGREES)
+    powers = (1 << power for power in range(1, num.bit_length()))
+    nodes = (len(node.ranks) for node in cluster.nodes)
+    return tuple(sorted({degree for degree in (*powers, *nodes) if 1 < degree <= num}))
+
+
+def cut_degrees(cluster: Cluster, scopes: Mapping[str, ScopePath]) -> tuple[int, ...]:
+    """Context degrees of annotations with a dim: their numbers, or where they have none those that devices may be left
+    for.
+
+    >>> from whale.ir.strategy import Scope, Strategy
+    >>> path = (Scope(strategy=Strategy(kind="split", dim=1), region=""),)
+    >>> cut_degrees(Cluster.homogeneous(6), {"": path}), cut_degrees(Cluster.homogeneous(6), {})
+    ((2, 3, 6), ())
+    """
+    asked = {scope.strategy.degree for path in scopes.values() for scope in path if scope.strategy.dim is not None}
+    num = len(cluster.devices)
+    left = {degree for degree in range(2, num + 1) if num % degree == 0} if None in asked else set()
+    return tuple(sorted(degree for degree in {*left, *asked} if degree is not None and 1 < degree <= num))
 
 
 def expert_degrees(cluster: Cluster, scopes: Mapping[str, ScopePath] | None = None) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from whale.graph.capture_checks import modules_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
-from whale.ir.strategy import Scope, ScopePath, Strategy, parse_strategy
+from whale.ir.strategy import RECOMPUTES, Scope, ScopePath, Strategy, parse_strategy
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.costs import Costs
@@ -93,24 +93,40 @@ class CandidateCompiler:
 
     def with_rules(self, profile: ModelProfile) -> ModelProfile:
         """A profile of the model, with what each rule of recompute keeps and computes again."""
+        cuts = [variant.context_degree for variant in profile.kinds[0].context_variants]
+        return self._remade(profile, ("variants", "expert_variants", "context_variants"), cuts, rules=True)
+
+    def with_cuts(self, profile: ModelProfile, degrees: Sequence[int]) -> ModelProfile:
+        """A profile of the model, with what its layers cost on devices that cut each row, at these *degrees*."""
+        return self._remade(profile, ("context_variants",), degrees, rules=profile.rules == RECOMPUTES)
+
+    def _remade(
+        self, profile: ModelProfile, parts: Sequence[str], cuts: Sequence[int], *, rules: bool
+    ) -> ModelProfile:
+        """A profile with some *parts* of its kinds of layers made again."""
         kinds = profile.kinds
         made = profile_model(
             self.model,
             self.batch,
-            tensor_degrees=[variant.tensor_degree for variant in kinds[0].variants],
-            expert_degrees=[variant.expert_degree for kind in kinds for variant in kind.expert_variants],
+            tensor_degrees=[variant.tensor_degree for variant in kinds[0].variants] if "variants" in parts else [1],
+            expert_degrees=[one.expert_degree for kind in kinds for one in kind.expert_variants]
+            if "expert_variants" in parts
+            else [],
+            context_degrees=cuts,
+            cut_tensor_degrees=(1,),
             loss_fn=self.loss_fn,
             name=profile.name,
             captured=self.captured,
             precision=self.options.precision,
-            rules=True,
+            rules=rules,
             known=self.layers,
         )
-        ruled = [
-            old.model_copy(update={"variants": new.variants, "expert_variants": new.expert_variants})
+        again = [
+            old.model_copy(update={part: getattr(new, part) for part in parts})
             for old, new in zip(kinds, made.kinds, strict=True)
         ]
-        return profile.model_copy(update={"kinds": tuple(ruled), "rules": made.rules})
+        update = {"kinds": tuple(again), "rules": made.rules, "cut_dim": made.cut_dim, "uncut": made.uncut}
+        return profile.model_copy(update=update)
 
     def uncut(self, micro_batches: int) -> str:
         """Reason why its batch cannot be divided into a number of micro-batches: an operator that computes a row from

@@ -151,15 +151,16 @@ class PlanWriter:
 
     def _annotations(self, stages: Sequence[StageChoice]) -> Mapping[str, tuple[str, ...]]:
         paths = self.profile.paths
+        more = self.profile.experts, self.profile.cut_dim
         if not any(paths):
             return {}
         anchors = [paths[stage.first] for stage in stages]
         first = stages[0]
         anchors[0] = next((path for path in paths[first.first : first.last] if path), "")
         if self.trial is not None and len(stages) > 1 and all(anchors):
-            return annotations_of(stages, anchors, self.trial.places(anchors), self.profile.experts)
+            return annotations_of(stages, anchors, self.trial.places(anchors), *more)
         places = [(paths[layer], index) for index, one in enumerate(stages) for layer in range(one.first, one.last)]
-        return annotations_of(stages, anchors, [one for one in places if one[0]], self.profile.experts)
+        return annotations_of(stages, anchors, [one for one in places if one[0]], *more)
 
 
 def shortage_of(prediction: Prediction) -> str:

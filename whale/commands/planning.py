@@ -561,17 +561,22 @@ class _Problem:
         model = stage.mesh.ranks[position]  # whose parts are known
         held = next(one for one in self.even.prediction.memory if one.rank == model)
         even_rows = max(max((part.rows for part in layers.parts[model]), default=1), 1)
-        even_fraction = min((part.fraction for part in layers.parts[model]), default=1.0)
+        parts = layers.parts[model]
+        even_fraction = min((part.fraction * part.part / part.context for part in parts), default=1.0)
+        divided = any(part.fraction < 1 for part in parts)  # parameters; devices that cut rows have all of them
         of_rows = _of_rows(held)
         state = held.total - held.framework - of_rows
 
         def seconds(rows: float, fraction: float) -> float:
             total = 0.0
             for layer, part in zip(layers.layers, layers.parts[model], strict=True):
-                split = part.fraction < 1
+                cut = part.context > 1
+                split = cut or part.fraction < 1
                 own = Part(
                     rows=round(rows if split else rows * fraction),
-                    fraction=fraction if split else 1.0,
+                    fraction=part.fraction if cut else fraction if split else 1.0,
+                    context=part.context,
+                    part=fraction / part.fraction * part.context if cut else 1.0,
                     recompute=part.recompute,
                 )
                 if own.rows and own.fraction:
@@ -580,7 +585,8 @@ class _Problem:
             return total
 
         def needed(rows: float, fraction: float) -> float:
-            return held.framework + (state + of_rows * rows / even_rows) * fraction / even_fraction
+            share = fraction / even_fraction
+            return held.framework + state * (share if divided else 1.0) + of_rows * rows / even_rows * share
 
         return MeshDevice(name=device.name, seconds=seconds, bytes=needed, capacity_bytes=device.memory_bytes)
 

@@ -100,6 +100,7 @@ def search_plans(
     known: Memo | None = None,
     processes: int = 1,
     with_rules: Callable[[ModelProfile], ModelProfile] | None = None,
+    with_cuts: Callable[[ModelProfile], ModelProfile] | None = None,
 ) -> Searched:
     """Search for plans and compile the best of them.
 
@@ -115,6 +116,8 @@ def search_plans(
         known: cached costs of an earlier search of the same model.
         processes: which compile, the others forked from this one (`whale.commands.shared`).
         with_rules: adds to a profile what each rule of recompute costs; called if nothing fits without recompute.
+        with_cuts: adds to a profile what layers cost on devices that cut each row; called if nothing fits without, or
+            there are fewer rows than devices.
 
     Raises:
         InfeasibleError: nothing fits; says what is missing and what would help.
@@ -131,10 +134,17 @@ def search_plans(
             profile = with_rules(profile)
         return profile
 
+    def cut() -> ModelProfile:
+        nonlocal profile
+        assert with_cuts is not None
+        profile = with_cuts(profile)
+        return profile
+
+    more: dict[str, Any] = {"with_rules": ruled, "with_cuts": None if with_cuts is None else cut}
     if trial is None:
         _require_priced(settings)
         options: dict[str, Any] = {"settings": settings, "progress": progress, "stop": stop, "known": known}
-        found = search(profile, cluster, batch=batch, **options, with_rules=ruled)
+        found = search(profile, cluster, batch=batch, **options, **more)
         writer = PlanWriter(profile, cluster, batch, None, settings.gradient_dtype, settings.step_in_backward)
         return Searched(choices=tuple(writer.written(one) for one in found.candidates), refused=(), found=found)
     fitting: list[float] = []
@@ -156,9 +166,7 @@ def search_plans(
 
     def searched(where: Cluster, how: SearchSettings, known: Memo | None) -> Found:
         """The plans of a search, of which the best are compiled."""
-        found = search(
-            profile, where, batch=batch, settings=how, progress=told, stop=over, known=known, with_rules=ruled
-        )
+        found = search(profile, where, batch=batch, settings=how, progress=told, stop=over, known=known, **more)
         tried.writer = replace(tried.writer, profile=profile)
         simple = partial(simple_plans, profile, where, batch=batch, settings=settings, known=known)
         for one in (found.default, found):  # what is sold without --thorough is compiled too

@@ -49,6 +49,7 @@ class CollectiveCall(NamedTuple):
         ranks: its members, in the order of the process group.
         dtype: torch's name of the type.
         shapes: equal on all ranks: the common shape, or, for uneven shares, one shape per rank.
+        beside: whether it moves while the attention of its node computes.
     """
 
     node: str
@@ -56,6 +57,7 @@ class CollectiveCall(NamedTuple):
     ranks: tuple[int, ...]
     dtype: str
     shapes: tuple[Shape, ...]
+    beside: bool = False
 
     def __str__(self) -> str:
         return f"{self.op} of {self.node} over ranks {list(self.ranks)}, {self.dtype} {list(self.shapes)}"

@@ -110,13 +110,14 @@ class Communication(Record):
     or over the ``replica`` group, which holds the same parameters and divides the rows of a micro-batch.
 
     ``size`` is the whole tensor: the input of an all-reduce or reduce-scatter, the result of an all-gather, the
-    exchanged tensor of an all-to-all on one device.
+    exchanged tensor of an all-to-all on one device. ``beside`` says that it moves while attentions of its layer compute.
     """
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
     group: Literal["tensor", "expert", "context", "replica"] = "tensor"
     size: Amount
     count: Annotated[int, Field(ge=1)] = 1
+    beside: bool = False
 
 
 CAST_OF_PARAMETER = "cast of a parameter"
@@ -167,6 +168,7 @@ class LayerVariant(Record):
         tensor_degree: devices over which its matrices are split.
         expert_degree: devices over which only its experts are split, while each runs all else on its own rows of a
             micro-batch: those of which amounts are a function then.
+        context_degree: devices over which each row is cut along a dim, such as the length of a sequence.
         forward, backward: kernels in execution order; none if only totals were measured.
         forward_communications, backward_communications: in their order.
         saved: activations of each micro-batch between forward and backward.
@@ -188,6 +190,7 @@ class LayerVariant(Record):
 
     tensor_degree: Annotated[int, Field(ge=1)]
     expert_degree: Annotated[int, Field(ge=1)] = 1
+    context_degree: Annotated[int, Field(ge=1)] = 1
     forward: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()
     forward_communications: tuple[Communication, ...] = ()
@@ -255,6 +258,7 @@ class LayerKind(Record):
         name: the path of the first of them, such as ``transformer.h.0``.
         variants: by ascending tensor degree; degree 1 is always there, unless all that is known was measured.
         expert_variants: by ascending expert degree; none of layers without experts.
+        context_variants: by ascending context degree, those of some tensor degrees; none where no dim is cut.
         measured: times on device types; they replace kernel costs for devices that have them.
         output: the layer's output, whole.
         parameters, activations: elements of all its parameters and saved bytes per row, if only totals are known (an
@@ -264,6 +268,7 @@ class LayerKind(Record):
     name: str
     variants: tuple[LayerVariant, ...] = ()
     expert_variants: tuple[LayerVariant, ...] = ()
+    context_variants: tuple[LayerVariant, ...] = ()
     measured: tuple[MeasuredTimes, ...] = ()
     output: Amount = Amount()
     parameters: NonNegative | None = None
@@ -368,6 +373,8 @@ class ModelProfile(FileRecord):
         rules: what a backward may compute again, of which kinds of layers have the costs.
         autocast: the precision of ``torch.autocast`` under which the model was captured; empty: none. Elements are then
             those in the dtype of its parameters.
+        cut_dim: the dim of the batch that context degrees cut, such as 1 of (rows, length); 0: none.
+        uncut: context degrees at which the model cannot be cut so, with the reason.
     """
 
     format_version: Literal[1] = 1
@@ -388,6 +395,8 @@ class ModelProfile(FileRecord):
     refused: tuple[tuple[Count, str], ...] = ()
     rules: tuple[Recompute, ...] = ("none",)
     autocast: Literal["", "bf16", "fp16"] = ""
+    cut_dim: Count = 0
+    uncut: tuple[tuple[Count, str], ...] = ()
 
     def chain(self) -> Iterator[LayerKind]:
         """The kind of every layer, in order."""

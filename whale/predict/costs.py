@@ -61,7 +61,7 @@ class Costs:
         key = (kind, type_.name, part)
         if key not in self._layers:
             self._layers[key] = self._of_layers.under(part.recompute).seconds_of_part(
-                kind, type_, part.fraction, part.expert, part.rows, self.micro_batches
+                kind, type_, part.fraction, part.expert, part.rows, self.micro_batches, part.context, part.part
             )
         return self._layers[key]
 

@@ -24,11 +24,14 @@ __all__ = ["Part", "StageLayers", "stage_layers"]
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """A rank's shard of a layer: the rows of a micro-batch, the fraction of a split, the number of ranks over which
-    only its experts are split, and what its backward computes again."""
+    only its experts are split, that of ranks over which each row is cut with how many times an equal part of it this
+    rank has, and what its backward computes again."""
 
     rows: int
     fraction: float
     expert: int = 1
+    context: int = 1
+    part: float = 1.0
     recompute: Recompute = "none"
 
 
@@ -97,13 +100,18 @@ def _parts(
 
     def part(role: Sequence[RegionRole], of_experts: Sequence[RegionRole], coordinates: Sequence[int]) -> Part:
         rows, fraction, expert = max(compilation.rows), 1.0, 1
+        context, own = 1, 1.0
         for axis, (one, other, at) in enumerate(zip(role, of_experts, coordinates, strict=True)):
             if divides_batch(one):
                 rows = unit_shares(rows, stage.layout.axes[axis + 1])[at]
                 expert *= stage.mesh.shape[axis] if shards_operators(other) else 1
-            else:
+            elif shards_operators(one):
                 fraction *= shares[axis][at] / sums[axis]
-        return Part(rows=rows, fraction=fraction, expert=expert, recompute=stage.recompute)
+            else:
+                context, own = context * stage.mesh.shape[axis], own * stage.mesh.shape[axis] * shares[axis][at] / sums[axis]
+        return Part(
+            rows=rows, fraction=fraction, expert=expert, context=context, part=own, recompute=stage.recompute
+        )
 
     found = {}
     for rank in stage.mesh.ranks:

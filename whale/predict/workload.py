@@ -23,6 +23,7 @@ from whale.ir.program import ReduceSpec, box_size
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
 from whale.planner.cost.hosts import adding_on_host, link_to_host, stepping_on_host, with_copies
 from whale.planner.cost.sharded import ShardedUnit, arrival_seconds, scattered_by, sharded_seconds
+from whale.planner.cost.stage import exposed_beside
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
 from whale.planner.network.communication import CommunicationCost, send
 from whale.planner.network.curves import moving_seconds
@@ -79,7 +80,7 @@ def workload_of(
 @dataclass(frozen=True, kw_only=True)
 class _Spent:
     """Seconds of a micro-batch through a rank's shards of the layers of a stage; ``inside`` says whether they include
-    the collectives."""
+    the collectives; ``attention`` are those of attentions among forward and backward beside which rings go round."""
 
     forward: float
     backward: float
@@ -87,6 +88,7 @@ class _Spent:
     update: float
     inside: bool
     measured: bool
+    attention: tuple[float, float] = (0.0, 0.0)
 
 
 def _spent(costs: Costs, own: StageLayers) -> dict[int, _Spent]:
@@ -113,6 +115,7 @@ def _spent_on(costs: Costs, layers: Sequence[int], rank: int, parts: Sequence[Pa
         inside=bool(kinds)
         and all(costs.includes_communication(kind, rank, part) for kind, part in zip(kinds, parts, strict=True)),
         measured=all(one.measured for one, part in zip(spent, parts, strict=True) if part.rows),
+        attention=(sum(one.forward_attention for one in spent), sum(one.backward_attention for one in spent)),
     )
 
 
@@ -147,7 +150,10 @@ def _stage_work(
     for rank in ranks:
         own, made = spent[rank], exchanges[held[rank].rank]
         lines = [stage.mesh.group(axis, rank) for axis in range(len(stage.mesh.axes))]
-        times = [_times(costs, calls, lines, len(ranks)) for calls in made]
+        times = [
+            _exposed(_times(costs, calls, lines, len(ranks)), calls, attention, lines)
+            for calls, attention in zip(made, own.attention, strict=True)
+        ]
         ahead, back = (0.0, 0.0) if own.inside else map(_total, times)
         ahead += moving.get(("forward", stage.index, rank), 0.0)
         back += moving.get(("backward", stage.index, rank), 0.0)
@@ -156,7 +162,7 @@ def _stage_work(
         weights.append(min(own.weights, backward[rank].seconds))
         communication.append(ahead + back)
     task_bytes = [held[rank].tasks[stage.index] for rank in ranks]
-    met = {rank: {axis for calls in exchanges[held[rank].rank] for _, axis, _ in calls} for rank in ranks}
+    met = {rank: {call.axis for calls in exchanges[held[rank].rank] for call in calls} for rank in ranks}
     work = StageWork(
         ranks=ranks,
         together=_together(stage, met),
@@ -195,8 +201,17 @@ def _moving(costs: Costs, boundaries: Sequence[Boundary]) -> dict[tuple[str, int
     return found
 
 
-_Calls = Mapping[tuple[str, int, int], int]
-"""Number of collectives by kind, mesh axis and bytes."""
+class _Call(NamedTuple):
+    """A collective: its kind, mesh axis and bytes, and whether it moves beside an attention."""
+
+    op: str
+    axis: int
+    bytes: int
+    beside: bool
+
+
+_Calls = Mapping[_Call, int]
+"""Number of collectives."""
 
 _Times = tuple[tuple[int, float], ...]
 """Number of collectives by their seconds."""
@@ -207,7 +222,7 @@ def _exchanges(stage: PlacedStage, held: PeakMemory) -> tuple[_Calls, _Calls]:
     axes = {tuple(sorted(stage.mesh.group(axis, held.rank))): axis for axis in range(len(stage.mesh.axes))}
     calls = held.calls[stage.index]
     forward, backward = (
-        Counter((call.op, axes[call.ranks], call_bytes(call)) for call in made)
+        Counter(_Call(call.op, axes[call.ranks], call_bytes(call), call.beside) for call in made)
         for made in (calls.forward, calls.backward)
     )
     return forward, backward
@@ -217,7 +232,21 @@ def _times(costs: Costs, calls: _Calls, lines: Sequence[tuple[int, ...]], num_ra
     """Times of the calls of a rank of a stage with the given number of ranks, all of which make theirs at once."""
     return tuple(
         (count, costs.collective(op, lines[axis], size, num_ranks // len(lines[axis])))
-        for (op, axis, size), count in calls.items()
+        for (op, axis, size, _), count in calls.items()
+    )
+
+
+def _exposed(times: _Times, calls: _Calls, attention: float, lines: Sequence[tuple[int, ...]]) -> _Times:
+    """The times of calls, without what the seconds of *attention* hide of those beside it."""
+    beside = [
+        (count * seconds, len(lines[call.axis])) for (count, seconds), call in zip(times, calls, strict=True) if call.beside
+    ]
+    whole = sum(seconds for seconds, _ in beside)
+    if not whole:
+        return times
+    left = exposed_beside((seconds for seconds, _ in beside), attention, max(ranks for _, ranks in beside)) / whole
+    return tuple(
+        (count, seconds * left if call.beside else seconds) for (count, seconds), call in zip(times, calls, strict=True)
     )
 
 

@@ -43,10 +43,11 @@ class DryGroup:
     def __init__(self, node: str, ranks: tuple[int, ...], calls: list[CollectiveCall]) -> None:
         self.node, self.ranks, self.calls = node, ranks, calls
 
-    def note(self, op: str, x: Tensor, *shapes: Sequence[int]) -> None:
-        """Record a call, with what all ranks must agree on: the common shape, or one for each rank."""
-        dtype = str(x.dtype).removeprefix("torch.")
-        self.calls.append(CollectiveCall(self.node, op, self.ranks, dtype, tuple(tuple(shape) for shape in shapes)))
+    def note(self, op: str, x: Tensor, *shapes: Sequence[int], beside: bool = False) -> None:
+        """Record a call, with what all ranks must agree on: the common shape, or one for each rank; and whether it
+        moves *beside* the products of its node."""
+        dtype, agreed = str(x.dtype).removeprefix("torch."), tuple(tuple(shape) for shape in shapes)
+        self.calls.append(CollectiveCall(self.node, op, self.ranks, dtype, agreed, beside))
 
 
 class CollectiveModule(nn.Module):

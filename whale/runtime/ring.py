@@ -152,7 +152,8 @@ class _Going(CollectiveModule):
         if isinstance(self.group, DryGroup):
             # noted as an all-to-all in which a rank sends as much: a part of the world's it keeps
             most = -(-max(sizes) * world * world // (world - 1))
-            self.group.note("all_to_all", part, (most,), tuple(sizes), (*sizes[-1:], *sizes[:-1]))
+            shapes = (most,), tuple(sizes), (*sizes[-1:], *sizes[:-1])
+            self.group.note("all_to_all", part, *shapes, beside=True)
         elif self.group is not None:
             going, coming = [0] * world, [0] * world
             going[(index + 1) % world], coming[index - 1] = part.numel(), received.numel()
