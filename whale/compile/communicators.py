@@ -65,7 +65,7 @@ def _lines(compilation: Compilation) -> set[tuple[int, ...]]:
     for place, stage in enumerate(compilation.stages):
         key = stage.origin, compilation.rows[:1]
         if key not in known:
-            known[key] = _axes(compilation.folded.of_first, place)
+            known[key] = _axes(compilation.of_first.folded, place)  # whose programs dry runs have too
         found |= {tuple(sorted(stage.mesh.group(axis, rank))) for axis in known[key] for rank in stage.mesh.ranks}
     return found
 
