@@ -23,6 +23,7 @@ import numpy as np
 from torch import fx
 
 from whale.graph.capture import Captured
+from whale.graph.capture_checks import layer_of
 from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
 from whale.ir.placement import Placement
 from whale.strategies.analysis import Analysis
@@ -213,8 +214,15 @@ class _Search:
         for i in np.flatnonzero(equal):
             equal[i] = self._alike(start + int(i), length)
         first, extent = _longest(equal)
-        run = _Run(start=start + first, length=length, count=extent // length + 1)
+        # Regions of recompute are layers: a value that leaves one is kept, so that no layer is spliced within one.
+        later = next((skipped for skipped in range(length) if self._begins_layer(start + first + skipped)), 0)
+        run = _Run(start=start + first + later, length=length, count=(extent - later) // length + 1)
         return run if run.count > _KEPT else None
+
+    def _begins_layer(self, i: int) -> bool:
+        """Whether an operator is the first of a layer of the model."""
+        own = layer_of(self.nodes[i])
+        return bool(own) and (i == 0 or layer_of(self.nodes[i - 1]) != own)
 
     def _alike(self, i: int, length: int) -> bool:
         """Whether the operator one layer later reads the same, or what is as much later."""

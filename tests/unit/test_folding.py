@@ -20,6 +20,7 @@ from whale.compile.compile import Options, compile_traced
 from whale.compile.trace import trace
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.predict.peak_memory import PeakMemory, brief_peak_memory
+from whale.predict.replay import Replay
 
 
 def devices(count: int) -> Cluster:
@@ -27,10 +28,10 @@ def devices(count: int) -> Cluster:
     return Cluster.of([("node0", card)] * count, intra=Link(bandwidth=1e9, latency=1e-5))
 
 
-def compiled(model: nn.Module, batch: Any, layout: Any, count: int, device: str) -> Compilation:
+def compiled(model: nn.Module, batch: Any, layout: Any, count: int, device: str, **options: Any) -> Compilation:
     whale.annotate(model, layout)
-    traced = trace(model, batch, device="cpu", training=True)
-    return compile_traced(traced, devices(count), Options(micro_batches=2), device=device)
+    traced = trace(model, batch, device="cpu", training=True, precision=options.get("precision"))
+    return compile_traced(traced, devices(count), Options(micro_batches=2, **options), device=device)
 
 
 def omitted(compilation: Compilation) -> list[int]:
@@ -73,6 +74,37 @@ def test_decoders(layers: int, degrees: tuple[int, int], stages: int, frozen: bo
     layout = {"": inner} if stages == 1 else {name: [stage(), *inner] for name in ("embed", f"layers.{layers // 2}")}
     compilation = compiled(model, tokens(24, 32), layout, stages * degrees[0] * degrees[1], device)
     check_equal(compilation, device)
+
+
+@pytest.mark.parametrize(
+    ("options", "degrees", "device"),
+    [
+        ({"recompute": "full"}, (2, 1), "cuda"),
+        ({"recompute": "selective"}, (1, 2), "cpu"),
+        ({"precision": "bf16", "recompute": "full"}, (2, 1), "cpu"),
+    ],
+)
+def test_backwards_that_are_graphs(
+    options: Any, degrees: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they compute values again, and where micro-batches share casts."""
+    model = decoder(layers=9, heads=4, width=16).float().to("meta")
+    replicas, parts = degrees
+    inner = [replicate(replicas), split(parts)]
+    layout = {"embed": [stage(), *inner], "layers.2": [stage(), *inner]}
+    compilation = compiled(model, tokens(24, 32), layout, 2 * replicas * parts, device, **options)
+    assert omitted(compilation)[1] >= 2
+    failed: list[bool] = []
+    finish = Replay.finish
+
+    def finished(self: Replay) -> None:
+        finish(self)
+        failed.append(self.failed)
+
+    monkeypatch.setattr(Replay, "finish", finished)
+    check_equal(compilation, device)
+    assert failed
+    assert not any(failed)
 
 
 def test_every_run_of_a_stage_is_folded() -> None:

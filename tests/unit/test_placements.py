@@ -13,6 +13,7 @@ import whale
 from tests.solved import solve, tokens
 from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
+from whale.runtime.collectives import Bridge
 from whale.strategies import sharding
 from whale.strategies.dry_run import TaskCalls, dry_run
 from whale.strategies.states import BEAM, undominated
@@ -66,6 +67,22 @@ def test_the_tied_vocabulary_is_cut_once_and_logits_are_never_gathered() -> None
     solved = solve(gpt2(), tokens(4, 8), SPLIT)
     assert solved.stored("transformer.wte.weight") == "S(0)"
     assert "all_gather" not in solved.forward
+
+
+def test_a_table_is_cut_on_all_stages_as_its_last_reader_needs_it() -> None:
+    """Cut as the lookup alone would have it, all of it was cut anew for the head in each micro-batch."""
+    config = transformers.BertConfig(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=4001
+    )
+    with torch.device("meta"):
+        model = transformers.BertForMaskedLM(config)
+    pair = [whale.stage(2), whale.split(2)]
+    parts = dict.fromkeys(("bert.embeddings", "bert.encoder", "cls"), pair)
+    solved = solve(model, tokens(16, 64), parts, world_size=6)
+    assert solved.stored("bert.embeddings.word_embeddings.weight") == "S(0)"
+    last = solved.compilation.stages[-1]
+    program = solved.compilation.local_programs(last, last.mesh.ranks[0], None)[0]
+    assert "all_to_all" not in [one.conversion.forward_collective for one in program.bridges if isinstance(one, Bridge)]
 
 
 def test_a_way_to_store_a_matrix_stays_until_its_last_reader_shows_what_it_is_worth() -> None:

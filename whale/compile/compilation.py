@@ -201,7 +201,7 @@ class Compilation:
         micro-batch, and for equal placements in all compilations of a trace."""
         key, known = (self.stages[place].origin, self.rows[:1]), self.traced.communicating
         if key not in known:
-            short = self.folded.of_first
+            short = self.of_first.folded  # whose programs dry runs have too
             known[key] = short._axes(short.stages[place], None)
         return known[key]
 

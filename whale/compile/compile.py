@@ -436,7 +436,8 @@ def _place_stages(
     fixed_shared: dict[Value, tuple[Placement, ...]] = {}
     time = traced.cut_in_time(len(rows))
     found: list[PlacedStage] = []
-    for graph, spot in zip(cut.stages, assignment.stages, strict=True):
+    # A tied parameter is stored as its last reader has it: the head of a vocabulary has more to exchange than its table.
+    for graph, spot in reversed(list(zip(cut.stages, assignment.stages, strict=True))):
         read = {v for n in graph.nodes for v in operands(n) if v[0].name in captured.parameters}
         fixed: dict[Value, tuple[Placement, ...]] = {}
         for value in read:
@@ -463,7 +464,7 @@ def _place_stages(
         for value in read & set(shared):
             fixed_shared.setdefault(value, placed.stored[value])
         found.append(placed)
-    return tuple(found)
+    return tuple(reversed(found))
 
 
 def _place_stage(traced: Traced, cut: Partition, problem: StageProblem, prices: Prices, report: Report) -> PlacedStage:

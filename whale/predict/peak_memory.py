@@ -41,6 +41,7 @@ from whale.runtime.host import copied_by
 from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Reducer
+from whale.runtime.stage import LocalStage
 from whale.strategies.casts import cast_once, casts_parameters
 from whale.strategies.derivatives import with_derivatives
 from whale.strategies.dry_run import TaskCalls, WithoutData
@@ -145,7 +146,8 @@ def brief_peak_memory(
     first, known = compilation.of_first, Known() if known is None else known
     program = first.program(rank)
     like = sketch(first, rank, program, clock)
-    several = (bool(compilation.units) or compilation.step_in_backward) and len(compilation.rows) > 1
+    differ = bool(compilation.units) or compilation.step_in_backward or casts_parameters(compilation.captured)
+    several = differ and len(compilation.rows) > 1
     options = _Options(device, several, optimizer if compilation.step_in_backward else "none")
     key = options, like.description
     if key not in known.sketched:
@@ -175,7 +177,7 @@ def _found(
     options: _Options,
 ) -> _Found:
     """Result of a single micro-batch, unless a rank with an equal fingerprint is known."""
-    short = compilation if _runs_graphs(compilation, program) else compilation.folded
+    short = compilation.folded if _can_be_folded(compilation, program) else compilation
     like = fingerprint(short, rank, program, clock)
     key = options, like.description
     if key not in known.runs:
@@ -300,6 +302,13 @@ def _runs_graphs(compilation: Compilation, program: Program) -> bool:
     return _splits(program) or not is_kept or casts or updates or bool(compilation.units)
 
 
+def _can_be_folded(compilation: Compilation, program: Program) -> bool:
+    """Whether what is left out of a folded step can be replayed: not what it does with units and their sums, with the
+    optimizer's states and with the host's memory, nor backwards in two parts."""
+    with_state = bool(compilation.units) or compilation.step_in_backward
+    return not (with_state or compilation.offloads_activations or _splits(program))
+
+
 def _program(compilation: Compilation, rank: int, schedule: str) -> Program:
     """The rank's program, shortened if there are many micro-batches and the micro-batches in flight repeat."""
     order = _short(compilation, schedule)
@@ -352,6 +361,21 @@ class _AloneOnProcessors(DryGroup):
         super().note(op, x, *shapes)
         if op == "reduce_scatter":
             torch.empty_like(x)
+
+
+class _Taker:
+    """What takes the gradients of graphs, and logs which are ready: the reductions that then start are not the
+    layer's."""
+
+    def __init__(self, reducer: Reducer, log: Log, names: Mapping[Any, str]) -> None:
+        self._reducer, self._log, self._names = reducer, log, names
+        self.place = reducer.place
+
+    def gradient_ready(self, parameter: Any) -> None:
+        self._log.add("ready", self._names[parameter])
+        self._log.paused = True
+        self._reducer.gradient_ready(parameter)
+        self._log.paused = False
 
 
 class _Done:
@@ -511,10 +535,13 @@ class _Trial:
         for parameter in self.parameters.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._resume)
-        own = (stage.index for stage in self.compilation.stages if self.rank in stage.mesh.ranks)
-        for index, stage in zip(own, step.stages, strict=True):
+        order = {stage.index: stage.nodes for stage in self.compilation.stages if self.rank in stage.mesh.ranks}
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        for index, stage in zip(order, step.stages, strict=True):
             if folds := self.compilation.folds.get(index):
-                stage.programs = [marked(stage.programs[0], [(fold, self._replay(fold)) for fold in folds])]
+                replays = [(fold, self._replay(fold)) for fold in folds]
+                stage.programs = [marked(stage.programs[0], replays, order[index])]
+                stage.taker = None if self._reducer is None else _Taker(self._reducer, self.live.log, names)
         if self.device == "cuda" and not _runs_graphs(self.compilation, program):
             for stage in step.stages:
                 programs = {id(program): accelerated(program) for program in stage.programs}
@@ -525,9 +552,22 @@ class _Trial:
             sums = [torch.empty(shape, dtype=dtype, device=self.place) for shape, dtype in data.sums.likes]
             for stage in step.stages:
                 stage.begin(self.batch, sums)
+            casts = [self._casts_of_omitted(stage) for stage in step.stages]
             step.executor.run(True, update=self._update if self.compilation.step_in_backward else None)
+            casts.clear()
             for stage in step.stages:
                 stage.finish()
+
+    def _casts_of_omitted(self, stage: LocalStage) -> list[Tensor]:
+        """The casts that a stage makes once a step of the parameters of omitted layers."""
+        sources = (one for program in stage.programs for one in program.micro_batch.sources)
+        return [
+            torch.empty_like(self.parameters[other], dtype=what[1])
+            for kind, what in dict.fromkeys(sources)
+            if kind == "cast"
+            for replay in self._replays
+            for other in replay.parameters.get(what[0], ())
+        ]
 
     def _update(self, parameters: Sequence[Tensor]) -> None:
         """Make what an optimizer makes and drops in a step for parameters."""

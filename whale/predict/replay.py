@@ -2,8 +2,8 @@
 
 Between the layers that stay, markers are put into the stage's program. From one marker to the next the dry run logs
 every change of the live bytes, every gradient that becomes ready, and every collective: in the forward where the marker
-is executed, in the backward where the first gradient arrives at the values that cross it, after everything behind it is
-done. If two consecutive layers log the same, so would the omitted ones, and their log is replayed as often. If not, the
+is executed, in the backward of autograd where the first gradient arrives at the values that cross it, after everything
+behind it is done, and in a backward that is a graph before the first operator of an earlier layer. If two consecutive layers log the same, so would the omitted ones, and their log is replayed as often. If not, the
 result must not be used. This module knows no optimizer and no device.
 """
 
@@ -72,7 +72,11 @@ class Replay:
 
     def _gradient(self, marker: int, gradient: Tensor) -> None:
         if marker not in self._backward.passed:
-            self._pass(self._backward, marker)
+            self.backward(marker)
+
+    def backward(self, marker: int) -> None:
+        """Come to a marker in a backward."""
+        self._pass(self._backward, marker)
 
     def finish(self) -> None:
         """Check that a forward, and a backward, passed all markers or none."""
@@ -119,34 +123,105 @@ def _nameless(event: Event) -> Event:
     return event[:1] if event[0] == "ready" else event
 
 
-def marked(program: LocalProgram, folds: Sequence[tuple[Fold, Replay]]) -> LocalProgram:
-    """A copy of a program with the markers of each fold, which call its replay."""
-    code = program.micro_batch.code
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(code.graph, {}))
-    root = copy.copy(code.root)
-    root._modules = dict(code.root._modules)
-    nodes = list(graph.nodes)
+def marked(program: LocalProgram, folds: Sequence[tuple[Fold, Replay]], order: Sequence[fx.Node]) -> LocalProgram:
+    """A copy of a program with the markers of each fold, which call its replay.
+
+    Args:
+        program: of a folded stage; if it has a derivative, its forward and its backward get markers.
+        folds: of the stage.
+        order: the operators of the stage.
+    """
+    derivative = program.derivative
+    if derivative is None:
+        marking = _Marking(program.micro_batch.code)
+        _mark_by_starts(marking, folds)
+        return replace(program, micro_batch=LocalGraph(marking.code(), program.micro_batch.sources))
+    positions = {node: place for place, node in enumerate(order)}
+    forward, backward = _Marking(derivative.forward), _Marking(derivative.backward.code)
+    _mark_both(forward, backward, folds, positions)
+    return replace(
+        program,
+        derivative=replace(
+            derivative,
+            forward=forward.code(),
+            backward=LocalGraph(backward.code(), derivative.backward.sources),
+        ),
+    )
+
+
+class _Marking:
+    """A copy of a graph into which markers are put."""
+
+    def __init__(self, code: LocalCode) -> None:
+        self.graph = fx.Graph()
+        self.graph.output(self.graph.graph_copy(code.graph, {}))
+        self.root = copy.copy(code.root)
+        self.root._modules = dict(code.root._modules)
+        self.nodes = list(self.graph.nodes)
+        self._boxed, self._count = code.boxed, 0
+
+    def put(self, place: int, passed: Callable[..., None], crossing: Sequence[fx.Node] = ()) -> None:
+        """Put a marker before a node of the original graph."""
+        name = f"marker_{self._count}"
+        self._count += 1
+        self.root.add_module(name, _Marker(passed))
+        with self.graph.inserting_before(self.nodes[place]):
+            self.graph.call_module(name, tuple(crossing))
+
+    def code(self) -> LocalCode:
+        """The graph with its markers."""
+        return LocalCode(self.root, self.graph, boxed=self._boxed)
+
+
+def _mark_by_starts(marking: _Marking, folds: Sequence[tuple[Fold, Replay]]) -> None:
+    """Mark a graph of which autograd derives the backward."""
+    nodes = marking.nodes
     first: dict[Any, int] = {None: len(nodes) - 1}
     for i, node in enumerate(nodes):
         first.setdefault(node.meta.get("starts"), i)
-    for number, (fold, replay) in enumerate(folds):
+    place = {node: i for i, node in enumerate(nodes)}
+    for fold, replay in folds:
         bounds = [first[start] for start in fold.starts if start in first]
         if len(bounds) < len(fold.starts) or bounds != sorted(bounds):  # nothing reads an operator
             replay.failed = True
             continue
-        place = {node: i for i, node in enumerate(nodes)}
         for marker, (before, here, after) in enumerate(zip(bounds, bounds[1:], bounds[2:], strict=False)):
             crossing = [
                 node
                 for node in nodes[before:here]
                 if node.op != "placeholder" and any(here <= place.get(user, -1) < after for user in node.users)
             ]
-            name = f"marker_{number}_{marker}"
-            root.add_module(name, _Marker(partial(replay.forward, marker)))
-            with graph.inserting_before(nodes[here]):
-                graph.call_module(name, tuple(crossing))
-    return replace(program, micro_batch=LocalGraph(LocalCode(root, graph), program.micro_batch.sources))
+            marking.put(here, partial(replay.forward, marker), crossing)
+
+
+def _mark_both(
+    forward: _Marking,
+    backward: _Marking,
+    folds: Sequence[tuple[Fold, Replay]],
+    positions: Mapping[fx.Node, int],
+) -> None:
+    """Mark a forward where the layers that stay begin, and its backward where it first comes to what is before them."""
+    ahead, back = _positions(forward, positions), _positions(backward, positions)
+    for fold, replay in folds:
+        begins = [len(positions) if start is None else positions[start] for start in fold.starts[1:-1]]
+        firsts = [next((place for place, own in ahead if own >= begin), -1) for begin in begins]
+        lasts = [next((place for place, own in back if own < begin), -1) for begin in begins]
+        if firsts != sorted(set(firsts)) or lasts != sorted(set(lasts), reverse=True) or -1 in firsts + lasts:
+            replay.failed = True
+            continue
+        for marker, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
+            forward.put(first, partial(replay.forward, marker))
+            backward.put(last, partial(replay.backward, marker))
+
+
+def _positions(marking: _Marking, positions: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
+    """The places of a graph's nodes that compute something, with the positions of their operators in the stage."""
+    found = []
+    for place, node in enumerate(marking.nodes):
+        source = node.meta.get("source")
+        if node.op.startswith("call") and isinstance(source, fx.Node) and source in positions:
+            found.append((place, positions[source]))
+    return found
 
 
 class _Marker(nn.Module):
