@@ -100,6 +100,10 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
             freed += part * (1 - 1 / replicas) if other > level else 0.0
             if other > level and freed:
                 found.append(Saving(what=f"zero {other} in stage {index}", bytes=round(freed)))
+        rows = (plan.batch or 0) / plan.micro_batches / replicas
+        if replicas > 1 and 0 < rows <= 1 and fullest.activations:  # no micro-batch has fewer
+            what = f"rows cut over the {replicas} replicas of stage {index} (split({replicas}, dim=...))"
+            found.append(Saving(what=what, bytes=round(fullest.activations * (1 - 1 / replicas))))
         if stage.recompute != "full" and fullest.activations:
             found.append(Saving(what=f"recompute 'full' in stage {index}", bytes=fullest.activations))
         hosted = {"state", "activations"} if stage.offload == "both" else {stage.offload}

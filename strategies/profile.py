@@ -427,9 +427,7 @@ class _KindCosts:
         self.again: dict[_Way, list[_Placing]] = {}
         self.divided: dict[int, _KindCosts] = {}
 
-    def measure(
-        self, degree: int, experts: tuple[str, ...] = (), context: int = 1, *, divisible: bool = False
-    ) -> bool:
+    def measure(self, degree: int, experts: tuple[str, ...] = (), context: int = 1, *, divisible: bool = False) -> bool:
         """Trace the layer split over *degree* devices, or with only its *experts* split, with rows that are cut over
         *context* of these groups.
 
@@ -481,9 +479,7 @@ class _KindCosts:
             runs = [self._trace_again(models[count], count, way, rows) for count in ends]
             yield _Placing(since, rows, degree if cut else 1, ends, runs)
 
-    def _trace_again(
-        self, model: LayeredModel, rows: int, way: _Way, placed_for: int = 1
-    ) -> Mapping[Recompute, Again]:
+    def _trace_again(self, model: LayeredModel, rows: int, way: _Way, placed_for: int = 1) -> Mapping[Recompute, Again]:
         clock, (degree, experts, context) = RNGPosition(0), way
         if experts or context > 1:
             stage, program = (
@@ -584,7 +580,7 @@ class _KindCosts:
             raise _NoLaw(f"layer {self.name}: its {what} depend on the number of rows ({counts}), so it has no law")
         return list(zip(*runs, strict=True))
 
-    def _law(self, values: Sequence[int], counted: Sequence[int] = ()) -> Affine:
+    def _law(self, values: Sequence[int | Fraction], counted: Sequence[int] = ()) -> Affine:
         """Affine function of the rows through *values*, which are at *counted* rows, by default at all."""
         counted = counted or self.counted
         (first, second), (low, high) = counted[:2], values[:2]
@@ -631,11 +627,11 @@ class _KindCosts:
         for same in self._rows_alike(runs, "collectives"):
             name: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"] = same[0].op
             kind = getattr(torch, same[0].dtype)
-            sizes = [_exchanged(call) for call in same]
+            law = self._law([_exchanged(call) for call in same])
             if kind == self.dtype:
-                size = self._amount([Traffic(elements=count) for count in sizes])
+                size = Amount(elements=law)
             else:
-                size = self._amount([Traffic(bytes=count * kind.itemsize) for count in sizes])
+                size = Amount(bytes=Affine(law.fixed * kind.itemsize, law.per_row * kind.itemsize))
             found.append(Communication(kind=name, group=groups[same[0].ranks], size=size, beside=same[0].beside))
         return tuple(found)
 
@@ -838,7 +834,7 @@ def _exchanged(call: CollectiveCall) -> int | Fraction:
         return prod(call.shapes[0])
     if call.op == "all_to_all":  # noted: the whole tensor, and how it is cut before and after
         whole, before, _ = call.shapes
-        if call.beside:  # passed on to one rank, which an all-to-all of so much takes
+        if call.beside:  # as long as an all-to-all that sends each rank's part to others
             return Fraction(before[0] * len(call.ranks), len(call.ranks) - 1)
         return Fraction(prod(whole) * before[0], sum(before))
     return sum(prod(shape) for shape in call.shapes)

@@ -127,7 +127,7 @@ class _Silent(DryGroup):
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__("", tuple(ranks), [])
 
-    def note(self, op: str, x: Tensor, *shapes: Sequence[int]) -> None:
+    def note(self, op: str, x: Tensor, *shapes: Sequence[int], beside: bool = False) -> None:
         """Nothing."""
 
 

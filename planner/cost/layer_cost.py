@@ -254,7 +254,9 @@ class LayerCosts:
     @cached_property
     def cuts(self) -> tuple[tuple[int, int], ...]:
         """Tensor and context degrees at which all layers know how their rows are cut, as Whale runs it, ascending."""
-        known = [{(one.tensor_degree, one.context_degree) for one in kind.context_variants} for kind in self.profile.kinds]
+        known = [
+            {(one.tensor_degree, one.context_degree) for one in kind.context_variants} for kind in self.profile.kinds
+        ]
         return tuple(sorted(set.intersection(*known))) if known and self.runs else ()
 
     # Bytes

@@ -318,9 +318,7 @@ def _unmeasured(kind: LayerKind, device: DeviceType) -> str:
     )
 
 
-def variant_of(
-    kind: LayerKind, tensor_degree: int, expert_degree: int = 1, context_degree: int = 1
-) -> LayerVariant:
+def variant_of(kind: LayerKind, tensor_degree: int, expert_degree: int = 1, context_degree: int = 1) -> LayerVariant:
     """The variant of that tensor degree, and context degree; of an expert degree where there is one for it, else with
     whole experts.
 
@@ -328,17 +326,15 @@ def variant_of(
         UsageError: there is none; the message names those that exist.
     """
     if context_degree > 1:
-        cut = next(
-            (v for v in kind.context_variants if (v.tensor_degree, v.context_degree) == (tensor_degree, context_degree)),
-            None,
+        wanted = (tensor_degree, expert_degree, context_degree)
+        for one in kind.context_variants:
+            if (one.tensor_degree, one.expert_degree, one.context_degree) == wanted:
+                return one
+        cuts = ", ".join(f"{one.tensor_degree} x {one.context_degree}" for one in kind.context_variants)
+        raise UsageError(
+            f"the profile has no layer {kind.name!r} at tensor degree {tensor_degree} and context degree "
+            f"{context_degree}; it knows {cuts or 'no context degree'}"
         )
-        if cut is None or expert_degree > 1:
-            known = ", ".join(f"{v.tensor_degree} x {v.context_degree}" for v in kind.context_variants)
-            raise UsageError(
-                f"the profile has no layer {kind.name!r} at tensor degree {tensor_degree} and context degree "
-                f"{context_degree}; it knows {known or 'no context degree'}"
-            )
-        return cut
     degrees = (tensor_degree, expert_degree)
     split = next((one for one in kind.expert_variants if (one.tensor_degree, one.expert_degree) == degrees), None)
     if split is not None:

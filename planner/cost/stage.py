@@ -202,7 +202,9 @@ class CostModel(DeviceGroups):
             backward=back,
             weights=slowest.weights,
             communication=forward + backward,
-            kept=max(part * self.kept(kind, type_, degrees, rows) for part, type_ in zip(parts, group.types, strict=True)),
+            kept=max(
+                part * self.kept(kind, type_, degrees, rows) for part, type_ in zip(parts, group.types, strict=True)
+            ),
             working=max(
                 part * self.working(kind, type_, degrees, rows) for part, type_ in zip(parts, group.types, strict=True)
             ),
@@ -468,7 +470,7 @@ class CostModel(DeviceGroups):
 
 def exposed_beside(messages: Iterable[float], attention: float, ranks: int) -> float:
     """Seconds that remain of a ring's messages, between a number of ranks, beside their attention of that many seconds:
-    it begins with the columns that a rank has, and passes these on meanwhile, but for the last."""
+    it begins with the columns that a rank has, and passes these on meanwhile, except the last."""
     return max(0.0, sum(messages) - attention * (1 - 1 / max(1, ranks)))
 
 

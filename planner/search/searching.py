@@ -151,11 +151,11 @@ def search(
 
     last = under(prices.under(*settings.way))
     overfull: list[PlanSearch] = []  # whose state no hosts hold
-    untried = False
+    untried, costs = False, prices
 
     def tried(groups: Iterable[list[Way]], counts: Callable[[Found], bool] = lambda found: True) -> list[Found]:
         """The results of the first group of ways that has some that count."""
-        nonlocal prices, last, untried
+        nonlocal costs, last, untried
         found: list[Found] = []
         for ways in groups:
             if found or untried or last.stopped():
@@ -164,11 +164,11 @@ def search(
                 if time.monotonic() - began > (1 + LEAST_TIME) * settings.time_limit:
                     untried = True
                     break
-                rules = prices.profile.rules
+                rules = costs.profile.rules
                 if way[0] not in rules and with_rules is not None and rules != RECOMPUTES:
-                    prices = replace(prices, profile=with_rules(), memo=Memo())
-                if way[0] in prices.profile.rules and not last.stopped():
-                    last = under(prices.under(*way))
+                    costs = replace(costs, profile=with_rules(), memo=Memo())
+                if way[0] in costs.profile.rules and not last.stopped():
+                    last = under(costs.under(*way))
                     if not hosts_hold(last.meshes.prices):
                         overfull.append(last)
                     elif (one := run(last)) is not None and counts(one):
@@ -177,11 +177,13 @@ def search(
 
     first = run(last)
     found = [first] if first is not None else tried(_ways(settings, cluster))
-    if with_cuts is not None and not prices.cuts and not last.stopped() and _cut_may_pay(prices, batch, found):
-        cut = replace(prices, profile=with_cuts(), memo=Memo())
+    may_cut = with_cuts is not None and not costs.cuts and not untried and not last.stopped()
+    if with_cuts is not None and may_cut and _cut_may_pay(costs, batch, found):
+        cut = replace(costs, profile=with_cuts(), memo=Memo())
         if cut.cuts:
-            prices = cut
+            costs = cut
             found += tried([[settings.way], *_ways(settings, cluster)], _is_cut)
+    prices = costs
     if first is not None:
         least = [_with_least(prices, found[1:], batch, settings)] if found[1:] else []
         return _aligned(_together([first, *least], settings.top) if least else first, settings)
@@ -259,6 +261,7 @@ def _aligned(found: Found, settings: SearchSettings) -> Found:
 
 def _with_least(prices: CostModel, found: Sequence[Found], batch: int, settings: SearchSettings) -> Found:
     """Results under several rules and levels as one, with the least recompute and the least level in each stage."""
+
     def least(each: Found) -> Found:
         candidates = tuple(_least(prices, candidate, batch, settings) for candidate in each.candidates)
         return replace(each, candidates=candidates, default=None if each.default is None else least(each.default))

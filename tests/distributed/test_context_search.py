@@ -1,4 +1,4 @@
-"""Plans of the search that cut rows run with the local model's gradients, on like and unlike devices, in pipelines."""
+"""Plans of the search that cut rows run with the local model's gradients, on equal and mixed devices, in pipelines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+import whale
 from tests.distributed import spatial
 from tests.distributed.parity import BOUND, UNEVEN_BOUND, Setup, Worlds, local_step, relative_errors
 from tests.distributed.parity import worlds as worlds_of_a_module
@@ -20,7 +21,6 @@ from whale.ir.plan import Plan
 from whale.planner.search import SearchSettings, StageChoice, evaluate
 from whale.runtime.launch import World
 from whale.strategies.profile import profile_model
-import whale
 
 LINK = Link(bandwidth=1e10, latency=1e-6)
 

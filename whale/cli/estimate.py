@@ -186,7 +186,8 @@ def _knows_cut(profile: ModelProfile, given: Configuration) -> bool:
     """Whether a profile says what its layers cost on devices that cut each row."""
     wanted = given.tensor, given.context
     return all(
-        any((one.tensor_degree, one.context_degree) == wanted for one in kind.context_variants) for kind in profile.kinds
+        any((one.tensor_degree, one.context_degree) == wanted for one in kind.context_variants)
+        for kind in profile.kinds
     )
 
 

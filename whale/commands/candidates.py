@@ -100,9 +100,7 @@ class CandidateCompiler:
         """A profile of the model, with what its layers cost on devices that cut each row, at these *degrees*."""
         return self._remade(profile, ("context_variants",), degrees, rules=profile.rules == RECOMPUTES)
 
-    def _remade(
-        self, profile: ModelProfile, parts: Sequence[str], cuts: Sequence[int], *, rules: bool
-    ) -> ModelProfile:
+    def _remade(self, profile: ModelProfile, parts: Sequence[str], cuts: Sequence[int], *, rules: bool) -> ModelProfile:
         """A profile with some *parts* of its kinds of layers made again."""
         kinds = profile.kinds
         made = profile_model(

@@ -110,7 +110,7 @@ class Communication(Record):
     or over the ``replica`` group, which holds the same parameters and divides the rows of a micro-batch.
 
     ``size`` is the whole tensor: the input of an all-reduce or reduce-scatter, the result of an all-gather, the
-    exchanged tensor of an all-to-all on one device. ``beside`` says that it moves while attentions of its layer compute.
+    exchanged tensor of an all-to-all on one device. ``beside`` says that it moves while an attention computes.
     """
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]

@@ -108,10 +108,11 @@ def _parts(
             elif shards_operators(one):
                 fraction *= shares[axis][at] / sums[axis]
             else:
-                context, own = context * stage.mesh.shape[axis], own * stage.mesh.shape[axis] * shares[axis][at] / sums[axis]
-        return Part(
-            rows=rows, fraction=fraction, expert=expert, context=context, part=own, recompute=stage.recompute
-        )
+                context, own = (
+                    context * stage.mesh.shape[axis],
+                    own * stage.mesh.shape[axis] * shares[axis][at] / sums[axis],
+                )
+        return Part(rows=rows, fraction=fraction, expert=expert, context=context, part=own, recompute=stage.recompute)
 
     found = {}
     for rank in stage.mesh.ranks:

@@ -357,8 +357,8 @@ class _Nobody:
 class _AloneOnProcessors(DryGroup):
     """A group of gloo without other ranks: it sums a copy of what it then scatters (torch, ProcessGroupGloo.cpp)."""
 
-    def note(self, op: str, x: Tensor, *shapes: Any) -> None:
-        super().note(op, x, *shapes)
+    def note(self, op: str, x: Tensor, *shapes: Sequence[int], beside: bool = False) -> None:
+        super().note(op, x, *shapes, beside=beside)
         if op == "reduce_scatter":
             torch.empty_like(x)
 

@@ -239,7 +239,9 @@ def _times(costs: Costs, calls: _Calls, lines: Sequence[tuple[int, ...]], num_ra
 def _exposed(times: _Times, calls: _Calls, attention: float, lines: Sequence[tuple[int, ...]]) -> _Times:
     """The times of calls, without what the seconds of *attention* hide of those beside it."""
     beside = [
-        (count * seconds, len(lines[call.axis])) for (count, seconds), call in zip(times, calls, strict=True) if call.beside
+        (count * seconds, len(lines[call.axis]))
+        for (count, seconds), call in zip(times, calls, strict=True)
+        if call.beside
     ]
     whole = sum(seconds for seconds, _ in beside)
     if not whole:
