@@ -436,7 +436,7 @@ def _place_stages(
     fixed_shared: dict[Value, tuple[Placement, ...]] = {}
     time = traced.cut_in_time(len(rows))
     found: list[PlacedStage] = []
-    # A tied parameter is stored as its last reader has it: the head of a vocabulary has more to exchange than its table.
+    # A tied parameter is stored as its last reader has it: a head has more to exchange than the table of its words.
     for graph, spot in reversed(list(zip(cut.stages, assignment.stages, strict=True))):
         read = {v for n in graph.nodes for v in operands(n) if v[0].name in captured.parameters}
         fixed: dict[Value, tuple[Placement, ...]] = {}

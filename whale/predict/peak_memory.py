@@ -364,8 +364,8 @@ class _AloneOnProcessors(DryGroup):
 
 
 class _Taker:
-    """What takes the gradients of graphs, and logs which are ready: the reductions that then start are not the
-    layer's."""
+    """A reducer that logs which gradients of graphs are ready, and none of the reductions that then start, which are
+    not the layer's."""
 
     def __init__(self, reducer: Reducer, log: Log, names: Mapping[Any, str]) -> None:
         self._reducer, self._log, self._names = reducer, log, names

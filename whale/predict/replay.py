@@ -2,9 +2,10 @@
 
 Between the layers that stay, markers are put into the stage's program. From one marker to the next the dry run logs
 every change of the live bytes, every gradient that becomes ready, and every collective: in the forward where the marker
-is executed, in the backward of autograd where the first gradient arrives at the values that cross it, after everything
-behind it is done, and in a backward that is a graph before the first operator of an earlier layer. If two consecutive layers log the same, so would the omitted ones, and their log is replayed as often. If not, the
-result must not be used. This module knows no optimizer and no device.
+is executed; in a backward of autograd where the first gradient arrives at the values that cross it, after everything
+behind it is done, and in a backward that is a graph before the first operator of an earlier layer. If two consecutive
+layers log the same, so would the omitted ones, and their log is replayed as often. If not, the result must not be used.
+This module knows no optimizer and no device.
 """
 
 from __future__ import annotations
