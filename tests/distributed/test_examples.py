@@ -116,6 +116,12 @@ def test_the_learning_curve_of_two_ranks_is_that_of_one() -> None:
         assert sum(curve[-10:]) < sum(curve[:10]) / 2
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loop_with_collectives_has_the_losses_of_one_process(size: int) -> None:
+    text = run(size, "collectives.py")
+    assert f"parity on {size} ranks: losses equal to 1e-9; rows {[20, 12][:size] if size > 1 else [32]}" in text
+
+
 def test_a_trillion_parameters_are_compiled_without_allocating_them() -> None:
     text = run(1, "moe.py", "--params", "1T", "--layers", "2")
     assert "83.7 billion parameters in 2 layers of 960 experts, on 480 ranks" in text
