@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from whale import optim as optim
     from whale.annotations import annotate, cluster, replicate, set_default_strategy, split, stage
     from whale.api import parallelize, verify
     from whale.batch_size import BatchSize
@@ -121,6 +122,8 @@ if not TYPE_CHECKING:  # a type checker sees the imports above, and so finds a m
 
     def __getattr__(name: str) -> Any:
         """Import a public name from its home, once; afterwards it is an ordinary attribute of this module."""
+        if name == "optim":
+            return import_module("whale.optim")
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'whale' has no attribute {name!r}")

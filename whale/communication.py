@@ -483,6 +483,13 @@ class _Row(NamedTuple):
     def __str__(self) -> str:
         return f"{self.call} of {_shown(self.dtype, self.shape)}"
 
+    @property
+    def named_option(self) -> str:
+        """The option in the caller's words."""
+        if self.call == "all_reduce":
+            return f"op={list(_REDUCTIONS)[self.option]!r}"
+        return f"{'dim' if 'gather' in self.call else 'root'}={self.option}"
+
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -579,9 +586,7 @@ class _Members:
         one, other = rows[odd], rows[first]
         what = f"gives {one}, but rank {self.ranks[first]} {other}"
         if str(one) == str(other):
-            named = f"{'dim' if 'gather' in one.call else 'root'}={one.option}"
-            named = f"op={list(_REDUCTIONS)[one.option]!r}" if one.call == "all_reduce" else named
-            what = f"calls {one.call} with {named}, unlike rank {self.ranks[first]}"
+            what = f"calls {one.call} with {one.named_option}, but rank {self.ranks[first]} with {other.named_option}"
         may = "" if free < 0 else f"; the sizes of dim {free} may differ"
         raise UsageError(
             f"rank {self.ranks[odd]} {what}: ranks {list(self.ranks)} must make the same calls in the same order, with "

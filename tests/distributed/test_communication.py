@@ -146,10 +146,10 @@ def test_ranks_whose_calls_differ_are_named_on_all_ranks(worlds: Worlds) -> None
     parts = [
         "rank 1 gives all_reduce of float32 (3, 5), but rank 0 all_reduce of float32 (3, 4): ranks [0, 1, 2] must",
         "rank 1 gives all_reduce of float64 (3,), but rank 0 all_reduce of float32 (3,)",
-        "rank 1 calls all_reduce with op='mean', unlike rank 0",
+        "rank 1 calls all_reduce with op='mean', but rank 0 with op='sum'",
         "rank 1 gives all_gather of float32 (2, 3), but rank 0 all_gather of float32 (2, 4)",
         "rank 1 gives broadcast of float32 (2,), but rank 0 all_reduce of float32 (2,)",
-        "rank 1 calls broadcast with root=1, unlike rank 0",
+        "rank 1 calls broadcast with root=1, but rank 0 with root=0",
         "rank 1 gives all_to_all of float32 (3, 2), but rank 0 all_to_all of float32 (3, 3)",
         "rank 1 gives broadcast_object of uint8",
     ]
