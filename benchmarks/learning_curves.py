@@ -35,7 +35,7 @@ def run(ranks: int) -> Curves:
         raise SystemExit(f"on {ranks} ranks: {done.stdout}{done.stderr}")
     curves: Curves = {}
     for name, loss in re.findall(r"^(\w+), step \d+: loss ([\d.]+)", done.stdout, flags=re.MULTILINE):
-        curves.setdefault(name, []).append(loss.item())
+        curves.setdefault(name, []).append(float(loss))
     return curves
 
 

@@ -12,12 +12,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from whale import optim as optim
     from whale.annotations import annotate, cluster, replicate, set_default_strategy, split, stage
     from whale.api import parallelize, verify
     from whale.batch_size import BatchSize
     from whale.checkpoint.load import load_checkpoint
     from whale.checkpoint.save import save_checkpoint, wait_for_checkpoints
     from whale.checkpoint.weights import load_weights
+    from whale.communication import (
+        all_gather,
+        all_gather_object,
+        all_reduce,
+        all_to_all,
+        all_to_all_object,
+        broadcast,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+        init,
+        local_rank,
+        mesh_axis,
+        rank,
+        size,
+    )
     from whale.data import shard_dataset
     from whale.errors import WhaleError
     from whale.graph.row_wise import row_wise
@@ -33,17 +50,31 @@ __all__ = [
     "Plan",
     "WhaleError",
     "__version__",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_object",
     "annotate",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "cluster",
+    "init",
     "launch",
     "load_checkpoint",
     "load_weights",
+    "local_rank",
+    "mesh_axis",
     "parallelize",
+    "rank",
     "replicate",
     "row_wise",
     "save_checkpoint",
     "set_default_strategy",
     "shard_dataset",
+    "size",
     "split",
     "stage",
     "verify",
@@ -55,17 +86,31 @@ _HOMES = {
     "Cluster": "whale.ir.cluster",
     "Plan": "whale.ir.plan",
     "WhaleError": "whale.errors",
+    "all_gather": "whale.communication",
+    "all_gather_object": "whale.communication",
+    "all_reduce": "whale.communication",
+    "all_to_all": "whale.communication",
+    "all_to_all_object": "whale.communication",
     "annotate": "whale.annotations",
+    "broadcast": "whale.communication",
+    "broadcast_object": "whale.communication",
+    "broadcast_optimizer_state": "whale.communication",
+    "broadcast_parameters": "whale.communication",
     "cluster": "whale.annotations",
+    "init": "whale.communication",
     "launch": "whale.launcher",
     "load_checkpoint": "whale.checkpoint.load",
     "load_weights": "whale.checkpoint.weights",
+    "local_rank": "whale.communication",
+    "mesh_axis": "whale.communication",
     "parallelize": "whale.api",
+    "rank": "whale.communication",
     "replicate": "whale.annotations",
     "row_wise": "whale.graph.row_wise",
     "save_checkpoint": "whale.checkpoint.save",
     "set_default_strategy": "whale.annotations",
     "shard_dataset": "whale.data",
+    "size": "whale.communication",
     "split": "whale.annotations",
     "stage": "whale.annotations",
     "verify": "whale.api",
@@ -77,6 +122,8 @@ if not TYPE_CHECKING:  # a type checker sees the imports above, and so finds a m
 
     def __getattr__(name: str) -> Any:
         """Import a public name from its home, once; afterwards it is an ordinary attribute of this module."""
+        if name == "optim":
+            return import_module("whale.optim")
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'whale' has no attribute {name!r}")

@@ -42,7 +42,7 @@ from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.search.constraints import is_kept
 from whale.predict.device_memory import memory_advice
 from whale.predict.peak_memory import Device
-from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from_first
+from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from
 from whale.runtime.cuda_graphs import check_recordable
 from whale.runtime.ending import ELASTIC, end_with_own_code
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
@@ -368,7 +368,7 @@ def parallelize(
     if initial is None:
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if sync_module_states:
-            take_from_first(world, named.values())
+            take_from(world, 0, named.values())
         agree_on_values(world, named)
     if seed is None:
         clock.seed = int_of_first(world, clock.seed)

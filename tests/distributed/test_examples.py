@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import gzip
 import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +116,60 @@ def test_the_learning_curve_of_two_ranks_is_that_of_one() -> None:
     assert two == pytest.approx(one, rel=1e-9)
     for curve in (one[:60], one[60:]):  # and something was learnt
         assert sum(curve[-10:]) < sum(curve[:10]) / 2
+
+
+def write_digits(folder: Path, size: int = 16, label: int = 9, labels: int = 48) -> Path:
+    """Files as MNIST's: the images compressed, the labels not."""
+    folder.mkdir(exist_ok=True)
+    pixels = bytes(i * 7 % 256 for i in range(48 * size * size))
+    with gzip.open(folder / "train-images-idx3-ubyte.gz", "wb") as images:
+        images.write(struct.pack(">4i", 0x803, 48, size, size) + pixels)
+    numbers = bytes(i % (label + 1) for i in range(labels))
+    (folder / "train-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 0x801, labels) + numbers)
+    return folder
+
+
+def test_the_digits_of_mnist_are_read_from_its_files(tmp_path: Path) -> None:
+    text = run(2, "mnist.py", "--data", str(write_digits(tmp_path)), "--steps", "3")
+    assert "parity on 2 ranks: losses equal" in text
+    assert len(losses(text)) == 6
+
+
+def refused(folder: Path) -> str:
+    done = run_script(str(EXAMPLES / "mnist.py"), "--data", str(folder))
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_other_files_than_those_of_mnist_are_refused(tmp_path: Path) -> None:
+    assert "has neither train-images-idx3-ubyte nor train-images-idx3-ubyte.gz" in refused(tmp_path)
+    assert "and 47 labels up to 9" in refused(write_digits(tmp_path, labels=47))
+    assert "and 48 labels up to 10" in refused(write_digits(tmp_path, label=10))
+    images = gzip.decompress((write_digits(tmp_path) / "train-images-idx3-ubyte.gz").read_bytes())
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(images[:-1])
+    assert "has 12287 bytes after its header, which says (48, 16, 16)" in refused(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\x89PNG" + images)
+    assert "is no IDX file of bytes with 3 dims: it begins with 89504e47" in refused(tmp_path)
+
+
+@pytest.mark.slow
+def test_curves_of_several_numbers_of_ranks_are_one_and_those_of_mistakes_are_others() -> None:
+    text = run(1, "mnist.py", "--curves", "2", "--steps", "4")
+    assert [float(x) < 1e-12 for x in re.findall(r"largest difference from 1 rank: (\S+)", text)] == [True, True]
+    last = [line.split() for line in text.splitlines() if line.split()[:1] == ["3"]][-1]
+    right, summed, mean = (float(x) for x in last[1:])
+    assert summed > right + 0.1
+    assert abs(mean - right) > 0.01
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loop_with_collectives_has_the_losses_of_one_process(size: int) -> None:
+    text = run(size, "collectives.py")
+    assert f"parity on {size} ranks: losses equal to 1e-9; rows {[20, 12][:size] if size > 1 else [32]}" in text
+
+
+def test_the_fused_optimizer_has_the_losses_of_torchs_in_one_process() -> None:
+    assert "parity on 2 ranks: losses equal to 1e-9" in run(2, "fused_adamw.py")
 
 
 def test_a_trillion_parameters_are_compiled_without_allocating_them() -> None:

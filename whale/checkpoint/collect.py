@@ -32,6 +32,7 @@ __all__ = [
     "Collected",
     "Kinds",
     "ObjectState",
+    "class_of_states",
     "collect",
     "engine_of",
     "names_of",
@@ -252,7 +253,7 @@ class _Collector:
                     "in an object with state_dict"
                 )
         self.found.groups[of] = tuple(groups)
-        self.found.classes[of] = type(optimizer).__qualname__
+        self.found.classes[of] = class_of_states(optimizer)
 
     def _add_state(self, key: Key, parameter: Tensor, value: Any, layout: _Layout) -> None:
         """Add a state of a parameter: divided as that is, or written by one rank."""
@@ -306,3 +307,8 @@ def of_rank_key(of: str, rank: int, number: int) -> Key:
 def options_key(of: str, rank: int, number: int) -> Key:
     """The key of a tensor among the options of an optimizer's groups on a rank."""
     return Key(of, "$options", f"{rank}.{number}")
+
+
+def class_of_states(optimizer: Optimizer) -> str:
+    """The name of the class whose states an optimizer has: its own, or the one that it names as ``states_of``."""
+    return str(getattr(optimizer, "states_of", type(optimizer).__qualname__))

@@ -19,6 +19,7 @@ from whale.checkpoint.collect import (
     OF_PROCESS,
     RANDOM,
     Kinds,
+    class_of_states,
     engine_of,
     names_of,
     of_rank_key,
@@ -210,7 +211,7 @@ class _Loading:
                 "or strict=False"
             )
         for of, optimizer in self.kinds.optimizers.items():
-            wanted, found = type(optimizer).__qualname__, self.manifest.optimizers.get(of)
+            wanted, found = class_of_states(optimizer), self.manifest.optimizers.get(of)
             if found is not None and found != wanted:
                 raise _Mismatch(f"{self.reader.folder} has the state of {found} as {of}, but {wanted} was given")
 

@@ -39,6 +39,7 @@ from whale.runtime.groups import Groups
 from whale.runtime.initial_values import InitialValues
 from whale.runtime.launch import World
 from whale.runtime.local_rows import LocalBatches, RowShares
+from whale.runtime.mesh_axes import MeshAxes
 from whale.runtime.module import ParallelModule, parallel_module
 from whale.runtime.optimizers import attend
 from whale.runtime.owned import HeldTensors, HeldUnit
@@ -190,6 +191,7 @@ class Builder:
             precision=LOW_PRECISIONS.get(self.options.precision or ""),
             loss_scaler=LossScaler() if self.options.precision == "fp16" else None,
             updates=StepInBackward() if self.options.step_in_backward else None,
+            axes=MeshAxes(world, [stage.mesh for stage in compilation.stages], self.made),
         )
         data = self._rank_step(compilation)
         step = self._assemble(self._with_kernels(data, held, example), held)

@@ -27,7 +27,7 @@ __all__ = [
     "int_of_first",
     "ints_of_all",
     "meet",
-    "take_from_first",
+    "take_from",
 ]
 
 _BYTES = 16
@@ -178,20 +178,37 @@ def checksums_of_all(world: World, tensors: Sequence[Tensor | None]) -> list[lis
     return [row.tolist()[1:] for row in rows]
 
 
-def take_from_first(world: World, tensors: Iterable[Tensor]) -> None:
-    """Overwrite tensors with those of rank 0.
+def take_from(world: World, root: int, tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors with those of one rank, several at a time.
 
     Raises:
         WorkerError: a rank did not come within the timeout; names it.
     """
     if world.size == 1:
         return
+    alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        whole = tensor.detach().to(world.device).contiguous()
-        work = dist.broadcast(whole, 0, async_op=True)
-        world.failures.wait(work, "the values of rank 0", range(world.size))
-        with torch.no_grad():
-            tensor.copy_(whole)
+        own = alike.setdefault(tensor.dtype, [])
+        if own and sum(x.nbytes for x in own) + tensor.nbytes > _BYTES_AT_ONCE:
+            _take_together(world, root, own)
+            own.clear()
+        own.append(tensor)
+    for own in alike.values():
+        if own:
+            _take_together(world, root, own)
+
+
+_BYTES_AT_ONCE = 32 << 20
+
+
+def _take_together(world: World, root: int, tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors of one dtype, in one message."""
+    whole = torch.cat([x.detach().to(world.device).flatten() for x in tensors])
+    work = dist.broadcast(whole, root, async_op=True)
+    world.failures.wait(work, f"the values of rank {root}", range(world.size))
+    with torch.no_grad():
+        for tensor, values in zip(tensors, whole.split([x.numel() for x in tensors]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
 
 
 def int_of_first(world: World, number: int) -> int:
@@ -201,7 +218,7 @@ def int_of_first(world: World, number: int) -> int:
         WorkerError: a rank did not come within the timeout; names it.
     """
     held = torch.tensor(number & (1 << 63) - 1, dtype=torch.int64, device=world.device)
-    take_from_first(world, [held])
+    take_from(world, 0, [held])
     return int(held)
 
 

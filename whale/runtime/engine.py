@@ -29,6 +29,7 @@ from whale.runtime.launch import World
 from whale.runtime.local_program import Intervals
 from whale.runtime.local_rows import LocalBatches, RowShares, RowTerms
 from whale.runtime.loss import ROUNDING, GlobalLoss, LikeBatches, look_at
+from whale.runtime.mesh_axes import MeshAxes
 from whale.runtime.outputs import Outputs, put
 from whale.runtime.owned import HeldTensors
 from whale.runtime.precision import LossScaler
@@ -159,6 +160,7 @@ class Engine:
         local: makes global batches of those of the ranks; None if every rank has them.
         precision: in which steps compute, as under ``torch.autocast``; None: in that of the model.
         loss_scaler: keeps a factor of the loss, in float16.
+        axes: of the meshes of its stages.
         updates: of parameters inside of steps; None: the script's optimizers update them after these.
         floats: arguments of type float, with the first value of each.
         numbers: those that were another number later.
@@ -181,6 +183,7 @@ class Engine:
     local: LocalBatches | None = None
     precision: torch.dtype | None = None
     loss_scaler: LossScaler | None = None
+    axes: MeshAxes | None = None
     updates: StepInBackward | None = None
     floats: dict[str, float] = field(default_factory=dict)
     numbers: set[str] = field(default_factory=set)

@@ -38,11 +38,13 @@ __all__ = [
     "STEP_SECONDS",
     "Seating",
     "World",
+    "current",
     "describe",
     "families",
     "finalize",
     "groups",
     "initialize",
+    "local_rank_of_launcher",
     "name_of_unsupported",
 ]
 
@@ -203,6 +205,7 @@ def initialize(
         _bind(device)
         if device.type == "cuda":
             atexit.register(partial(_leave, world))
+        _last[:] = [(world, _default_group())]
         return world
     backend = _backend(device)
     try:
@@ -218,7 +221,34 @@ def initialize(
         raise WorkerError(f"rank {rank} could not connect to the other {size - 1} ranks: {error}") from error
     # A gloo thread that releases a tensor after the interpreter has exited aborts the process.
     atexit.register(partial(_leave, world))
+    _last[:] = [(world, _default_group())]
     return world
+
+
+_last: list[tuple[World, Any]] = []
+"""The world that `initialize` made last, and the process group of all ranks then."""
+
+
+def _default_group() -> Any:
+    return dist.distributed_c10d._get_default_group() if dist.is_available() and dist.is_initialized() else None
+
+
+def current() -> World:
+    """The world that this process has joined last; a process that nothing launched is a world of one.
+
+    Raises:
+        UsageError: a launcher has started several processes, or the script has a process group, and Whale has not
+            joined it.
+    """
+    if _last and _last[0][1] is not None and _last[0][1] is _default_group():
+        return _last[0][0]
+    launch = describe()
+    if launch.size > 1:
+        raise UsageError(
+            f"this process is rank {launch.rank} of {launch.size}, but has not joined the other ranks yet: call "
+            "whale.init() first, on every rank, or whale.parallelize"
+        )
+    return initialize()
 
 
 _joined: list[str] = []
@@ -466,6 +496,22 @@ def _local_rank(num_devices: int) -> int:
     if name in os.environ or not dist.is_initialized():
         return _integer(name, 0)
     return torch.cuda.current_device() or dist.get_rank() % num_devices
+
+
+def local_rank_of_launcher(world: World) -> int:
+    """The position of this process among those of its node.
+
+    Raises:
+        UsageError: no launcher says it.
+    """
+    name = _variables()[2]
+    if name in os.environ:
+        return _integer(name)
+    if world.size == 1:
+        return 0
+    if world.device.type == "cuda":
+        return world.device.index or 0
+    raise UsageError(f"environment variable {name} is not set, by which launchers say the local rank; use torchrun")
 
 
 def _store(rank: int, timeout: timedelta) -> dist.Store:

@@ -1,0 +1,651 @@
+"""Collectives that a script calls itself, on tensors and objects, over all ranks or those of a mesh axis.
+
+Steps of a parallel model need none of them. They are for what a script computes besides: metrics, samples, losses of
+its own. Every call begins with an exchange of what each rank gives, so that ranks whose calls or shapes differ are
+named on all of them, instead of waiting for each other. Gradients are those of the sum of all ranks' losses.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from whale.arguments import check_choice, check_number, check_type, known_arguments
+from whale.errors import UsageError
+from whale.ir.placement import Cut, Segment
+from whale.runtime import collectives
+from whale.runtime.agreement import agree, meet, take_from
+from whale.runtime.ending import end_with_own_code
+from whale.runtime.launch import World, current, initialize, local_rank_of_launcher
+from whale.runtime.mesh_axes import Axis
+from whale.runtime.module import ParallelModule
+
+__all__ = [
+    "Axis",
+    "Group",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_object",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "init",
+    "local_rank",
+    "mesh_axis",
+    "rank",
+    "size",
+]
+
+Group = Axis | dist.ProcessGroup | DeviceMesh | None
+"""The ranks that communicate: all (None), those of :func:`mesh_axis`, of a ``torch.distributed`` process group, or of a
+``DeviceMesh`` with one dim."""
+
+
+@known_arguments()
+def init(*, timeout_seconds: float | None = None, device: str | None = None) -> None:
+    """Join the other ranks of the launch, for a script that communicates before or without :func:`whale.parallelize`,
+    which joins them too. A process that nothing launched is a world of one, and needs no call.
+
+    A process keeps the rank that its launcher gave it: a cluster file that names hosts in another order is then
+    refused by ``parallelize``, which would otherwise seat processes by their devices.
+
+    Args:
+        timeout_seconds: limit for every wait of a rank for another; by default a minute here, and ten later.
+        device: ``cpu`` or ``cuda``; by default cuda where there is one.
+
+    Raises:
+        UsageError: the environment is that of an unknown launcher, or two ranks have one device.
+        WorkerError: a rank did not start within the timeout; names it.
+    """
+    end_with_own_code()
+    if timeout_seconds is not None:
+        check_number("timeout_seconds", timeout_seconds, above=0)
+    if device is not None:
+        check_choice("device", device, ("cpu", "cuda"))
+    world = initialize(timeout_seconds, device_type=device)
+    meet(world, "all ranks to call whale.init")
+    world.begin_steps()
+
+
+def rank(group: Group = None) -> int:
+    """The rank of this process, or its position in a group.
+
+    Raises:
+        UsageError: the process has not joined the others yet.
+
+    >>> rank(), size()
+    (0, 1)
+    """
+    return _members(group).index
+
+
+def size(group: Group = None) -> int:
+    """Number of ranks, of all or of a group."""
+    return len(_members(group).ranks)
+
+
+def local_rank() -> int:
+    """The position of this process among those of its node, as its launcher says it.
+
+    Raises:
+        UsageError: the process has not joined the others yet, or no launcher says it.
+    """
+    return local_rank_of_launcher(current())
+
+
+@known_arguments()
+def mesh_axis(model: ParallelModule, name: str, *, stage: int | None = None) -> Axis:
+    """The ranks along an axis of the mesh of this rank's stage, as a ``group`` for the collectives.
+
+    Every rank must call it, also one whose stages do not have the axis, which is alone then. The axes of a plan are
+    ``data`` (parallel pipelines), ``replicate`` and ``split``, numbered from the second.
+
+    Args:
+        model: the parallel model.
+        name: of the axis.
+        stage: for a rank that is on several stages.
+
+    Raises:
+        UsageError: no stage has such an axis, or this rank has it in several stages.
+        WorkerError: a rank did not come within the timeout; names it.
+    """
+    check_type("model", model, ParallelModule, "the model that whale.parallelize returned")
+    axes = model._whale.engine.axes
+    assert axes is not None
+    return axes.axis(name, stage)
+
+
+# --- collectives of tensors -------------------------------------------------------------------------------------------
+
+_DENSE = torch.contiguous_format
+
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+@known_arguments()
+def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
+    """Reduce tensors of one shape over the ranks; every rank gets the result, as a new tensor.
+
+    The gradient of ``sum`` is the sum, and that of ``mean`` the mean, of the ranks' gradients: that of the sum of the
+    losses which all ranks compute from the result. Where every rank computes the same loss from it, as of a global
+    mean, divide that loss by the number of ranks before ``backward``.
+
+    Args:
+        x: of one shape and dtype on all ranks.
+        op: ``sum``, ``mean``, ``max``, ``min`` or ``product``.
+        group: by default all ranks.
+
+    Raises:
+        UsageError: shapes, dtypes or calls of ranks differ, on all of them; or *x* requires a gradient, which only
+            ``sum`` and ``mean`` have.
+        WorkerError: a rank did not come within the timeout; names it.
+
+    >>> all_reduce(torch.ones(2), "mean")
+    tensor([1., 1.])
+    """
+    check_choice("op", op, tuple(_REDUCTIONS))
+    check_type("x", x, Tensor, "a tensor")
+    if op not in ("sum", "mean") and x.requires_grad and torch.is_grad_enabled():
+        raise UsageError(f"all_reduce has no gradient for op={op!r}: give x.detach(), or use 'sum' or 'mean'")
+    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise UsageError(
+            f"all_reduce with op='mean' of {_dtype_name(x.dtype)} would lose the fraction: give x.double()"
+        )
+    members = _members(group)
+
+    def reduced(x: Tensor) -> Tensor:
+        members.agree("all_reduce", x, option=list(_REDUCTIONS).index(op))
+        with members.waiting("all_reduce"):
+            found = collectives.all_reduce(x.clone(memory_format=_DENSE), members.group, _REDUCTIONS[op])
+        return found.div_(members.size) if op == "mean" else found
+
+    return members.apply(reduced, reduced, x)
+
+
+@known_arguments()
+def all_gather(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
+    """Join the tensors of all ranks along a dim, in the order of ranks; every rank gets all of them.
+
+    Ranks may give different lengths along that dim, also zero. The gradient of a rank's part is the sum of all ranks'
+    gradients of it.
+
+    Args:
+        x: with at least one dim; of one dtype, and one size of the other dims, on all ranks.
+        dim: along which parts are joined.
+        group: by default all ranks.
+
+    Raises:
+        UsageError: other sizes, dtypes or calls of ranks differ, on all of them.
+        WorkerError: a rank did not come within the timeout; names it.
+
+    >>> all_gather(torch.ones(2, 3)).shape
+    torch.Size([2, 3])
+    """
+    check_type("x", x, Tensor, "a tensor")
+    if not -x.dim() <= dim < x.dim():
+        hint = "; give x[None]" if not x.dim() else ""
+        raise UsageError(f"all_gather along dim {dim} of a tensor with {x.dim()} dims{hint}")
+    members, dim = _members(group), dim % x.dim()
+    rows = members.agree("all_gather", x, free=dim, option=dim)
+    cut = _cut(dim, [row.shape[dim] for row in rows])
+
+    def gathered(x: Tensor) -> Tensor:
+        if not any(prod(row.shape) for row in rows):
+            return x.new_empty((*x.shape[:dim], cut.extent, *x.shape[dim + 1 :]))
+        with members.waiting("all_gather"):
+            return collectives.all_gather(x, cut, members.index, members.group).contiguous()
+
+    def scattered(gradient: Tensor) -> Tensor:
+        members.agree("the gradient of all_gather", gradient)
+        with members.waiting("the gradient of all_gather"):
+            return collectives.reduce_scatter(gradient, cut, members.index, members.group)
+
+    return members.apply(gathered, scattered, x)
+
+
+@known_arguments()
+def broadcast(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
+    """The tensor of one rank, on every rank, as a new tensor.
+
+    The gradient of the root's tensor is the sum of all ranks' gradients; those of the others are zero.
+
+    Args:
+        x: of one shape and dtype on all ranks; values count on the root alone.
+        root: rank that gives it; one of the group's.
+        group: by default all ranks.
+
+    Raises:
+        UsageError: shapes, dtypes or calls of ranks differ, on all of them, or *root* is not in the group.
+        WorkerError: a rank did not come within the timeout; names it.
+    """
+    check_type("x", x, Tensor, "a tensor")
+    members = _members(group)
+    members.check_root(root)
+
+    def sent(x: Tensor) -> Tensor:
+        members.agree("broadcast", x, option=root)
+        found = x.clone(memory_format=_DENSE)
+        with members.waiting("broadcast"):
+            if members.group is not None:
+                dist.broadcast(found, root, group=members.group)
+        return found
+
+    def summed(gradient: Tensor) -> Tensor:
+        members.agree("the gradient of broadcast", gradient, option=root)
+        total = gradient.clone(memory_format=_DENSE)
+        with members.waiting("the gradient of broadcast"):
+            if members.group is not None:
+                dist.reduce(total, root, group=members.group)
+        return total if members.ranks[members.index] == root else torch.zeros_like(total)
+
+    return members.apply(sent, summed, x)
+
+
+@known_arguments()
+def all_to_all(pieces: Sequence[Tensor], group: Group = None) -> list[Tensor]:
+    """Send piece *i* to the group's rank *i*; returns the pieces that the ranks have sent to this one, in their order.
+
+    Pieces may have different lengths along the first dim, also zero, each on its way from a rank to another. The
+    gradient of a piece is sent back.
+
+    Args:
+        pieces: one for each rank; of one dtype, and one size of the other dims, on all ranks, as ``x.split(lengths)``
+            gives them.
+        group: by default all ranks.
+
+    Raises:
+        UsageError: there is another number of pieces; or dtypes, other sizes or calls of ranks differ, on all of them.
+        WorkerError: a rank did not come within the timeout; names it.
+    """
+    members = _members(group)
+    if len(pieces) != members.size:
+        raise UsageError(f"all_to_all has {len(pieces)} pieces for {members.size} ranks: give one for each")
+    for number, piece in enumerate(pieces):
+        check_type(f"pieces[{number}]", piece, Tensor, "a tensor")
+        if not piece.dim() or (piece.shape[1:], piece.dtype) != (pieces[0].shape[1:], pieces[0].dtype):
+            raise UsageError(
+                f"pieces[{number}] is {_shown(piece.dtype, piece.shape)} and pieces[0] "
+                f"{_shown(pieces[0].dtype, pieces[0].shape)}: they may differ in the first of their dims alone"
+            )
+    sent, whole = [len(piece) for piece in pieces], torch.cat(list(pieces))
+    rows = members.agree("all_to_all", whole, free=0, extra=sent)
+    received = [row.extra[members.index] for row in rows]
+
+    def exchange(x: Tensor, outgoing: Sequence[int], incoming: Sequence[int], what: str) -> Tensor:
+        found = x.new_empty((sum(incoming), *x.shape[1:]))
+        if members.group is None:
+            return x.clone()
+        with members.waiting(what):
+            dist.all_to_all_single(found, x.contiguous(), list(incoming), list(outgoing), group=members.group)
+        return found
+
+    def back(gradient: Tensor) -> Tensor:
+        members.agree("the gradient of all_to_all", gradient, free=0)
+        return exchange(gradient, received, sent, "the gradient of all_to_all")
+
+    found = members.apply(lambda x: exchange(x, sent, received, "all_to_all"), back, whole)
+    return list(found.split(received))
+
+
+# --- collectives of objects -------------------------------------------------------------------------------------------
+
+
+@known_arguments()
+def all_gather_object(value: Any, group: Group = None) -> list[Any]:
+    """The objects of all ranks, in the order of ranks. They are pickled: ranks of one job trust each other.
+
+    Raises:
+        UsageError: ranks made different calls.
+        WorkerError: a rank did not come within the timeout; names it.
+
+    >>> all_gather_object({"rows": 3})
+    [{'rows': 3}]
+    """
+    members = _members(group)
+    return [pickle.loads(part) for part in members.gather_bytes("all_gather_object", pickle.dumps(value))]  # noqa: S301  # from a rank of this job
+
+
+@known_arguments()
+def broadcast_object(value: Any = None, root: int = 0, group: Group = None) -> Any:
+    """The object of one rank, on every rank; what the others give does not count. It is pickled.
+
+    Raises:
+        UsageError: ranks made different calls, or *root* is not in the group.
+        WorkerError: a rank did not come within the timeout; names it.
+    """
+    members = _members(group)
+    members.check_root(root)
+    is_root = members.ranks[members.index] == root
+    given = pickle.dumps(value) if is_root else b""
+    own = members.bytes_of(given)
+    rows = members.agree("broadcast_object", own, free=0, option=root)
+    if members.group is None:
+        return value
+    held = own if is_root else own.new_empty(rows[members.ranks.index(root)].shape[0])
+    with members.waiting("broadcast_object"):
+        dist.broadcast(held, root, group=members.group)
+    return value if is_root else pickle.loads(held.cpu().numpy().tobytes())  # noqa: S301  # from a rank of this job
+
+
+@known_arguments()
+def all_to_all_object(values: Sequence[Any], group: Group = None) -> list[Any]:
+    """Send object *i* to the group's rank *i*; returns those that the ranks have sent to this one. They are pickled.
+
+    Raises:
+        UsageError: there is another number of objects than of ranks, or ranks made different calls.
+        WorkerError: a rank did not come within the timeout; names it.
+    """
+    members = _members(group)
+    if len(values) != members.size:
+        raise UsageError(f"all_to_all_object has {len(values)} objects for {members.size} ranks: give one for each")
+    found = all_to_all([members.bytes_of(pickle.dumps(value)) for value in values], group)
+    return [pickle.loads(piece.cpu().numpy().tobytes()) for piece in found]  # noqa: S301  # from a rank of this job
+
+
+# --- parameters and optimizers ----------------------------------------------------------------------------------------
+
+
+@known_arguments()
+def broadcast_parameters(
+    parameters: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], root: int = 0
+) -> None:
+    """Overwrite the parameters and buffers of a model with those of one rank, on every rank.
+
+    ``parallelize(..., sync_module_states=True)`` does it for a model that becomes parallel.
+
+    Args:
+        parameters: a module, a state dict, or ``model.named_parameters()``.
+        root: rank whose values they take.
+
+    Raises:
+        UsageError: a parallel model of which ranks have parts.
+        PlanMismatchError: names, shapes or dtypes of ranks differ, on all of them; names the ranks.
+        WorkerError: a rank did not come within the timeout; names it.
+    """
+    if isinstance(parameters, ParallelModule) and not parameters._whale.engine.holds_all:
+        raise UsageError(
+            "ranks have parts of this parallel model, of which each copy is the same already: give "
+            "parallelize(..., sync_module_states=True), or model.load_full_state_dict on every rank"
+        )
+    if isinstance(parameters, nn.Module):
+        named = {**dict(parameters.named_parameters()), **dict(parameters.named_buffers())}
+    else:
+        named = dict(parameters)
+    for name, value in named.items():
+        if type(value) not in (Tensor, nn.Parameter):
+            raise UsageError(f"{name} is a {type(value).__name__}; broadcast_parameters takes plain, whole tensors")
+    _members(None).check_root(root)
+    _take_from(named, root, "the names, shapes or dtypes of the tensors to broadcast")
+
+
+@known_arguments()
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+    """Give an optimizer the state and the options of one rank's, on every rank; those of the others may have no state.
+
+    It is for optimizers of models of which every rank has all. The states of a parallel model's parts are on the ranks
+    that own them, and :func:`whale.load_checkpoint` loads them.
+
+    Args:
+        optimizer: made from the same model on every rank.
+        root: rank whose state they take.
+
+    Raises:
+        UsageError: the optimizer has parts of parameters.
+        WorkerError: a rank did not come within the timeout; names it.
+    """
+    check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer")
+    _members(None).check_root(root)
+    state = optimizer.state_dict()
+    leaves, layout = torch.utils._pytree.tree_flatten(state)
+    if any(type(leaf) not in (Tensor, nn.Parameter) for leaf in leaves if isinstance(leaf, Tensor)):
+        raise UsageError(
+            "this optimizer has states of parts of parameters, which are on the ranks that own them: load them with "
+            "whale.load_checkpoint"
+        )
+    tensors = {str(number): leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    blanks = [_Blank(leaf.shape, leaf.dtype, leaf.device.type) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    is_root = rank() == root
+    blanks, layout = broadcast_object((blanks, layout) if is_root else None, root)
+    if not is_root:
+        place = current().device
+        tensors = {
+            str(number): torch.empty(blank.shape, dtype=blank.dtype, device="cpu" if blank.kind == "cpu" else place)
+            for number, blank in enumerate(blanks)
+            if isinstance(blank, _Blank)
+        }
+    _take_from(tensors, root, "the states of the optimizer")
+    if not is_root:
+        taken = [tensors.get(str(number), blank) for number, blank in enumerate(blanks)]
+        optimizer.load_state_dict(torch.utils._pytree.tree_unflatten(taken, layout))
+
+
+class _Blank(NamedTuple):
+    """A tensor without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    kind: str
+
+
+def _take_from(named: Mapping[str, Tensor], root: int, what: str) -> None:
+    world = current()
+    agree(world, {what: str([(name, tuple(x.shape), x.dtype) for name, x in named.items()])})
+    take_from(world, root, named.values())
+
+
+# --- ranks that communicate -------------------------------------------------------------------------------------------
+
+_CALLS = (
+    "all_reduce",
+    "all_gather",
+    "broadcast",
+    "all_to_all",
+    "all_gather_object",
+    "broadcast_object",
+    "the gradient of all_gather",
+    "the gradient of broadcast",
+    "the gradient of all_to_all",
+)
+_DTYPES = tuple(
+    sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=lambda dtype: str(dtype))
+)
+_MOST_DIMS = 12
+
+
+class _Row(NamedTuple):
+    """A rank's part of a call."""
+
+    call: str
+    option: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    extra: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.call} of {_shown(self.dtype, self.shape)}"
+
+    @property
+    def named_option(self) -> str:
+        """The option in the caller's words."""
+        if self.call == "all_reduce":
+            return f"op={list(_REDUCTIONS)[self.option]!r}"
+        return f"{'dim' if 'gather' in self.call else 'root'}={self.option}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shown(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{_dtype_name(dtype)} {tuple(shape)}"
+
+
+@dataclass(frozen=True)
+class _Members:
+    """The ranks of a call."""
+
+    world: World
+    ranks: tuple[int, ...]
+    index: int
+    group: Any
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def check_root(self, root: int) -> None:
+        if root not in self.ranks or isinstance(root, bool):
+            raise UsageError(f"root={root!r} is none of the ranks {list(self.ranks)} that communicate")
+
+    def apply(self, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run a collective on a tensor, on the device on which ranks communicate."""
+        found = _Collective.apply(x.to(self.world.device), run, adjoint)
+        return cast(Tensor, found).to(x.device)
+
+    @contextmanager
+    def waiting(self, call: str) -> Iterator[None]:
+        """Turn the failures of communication into errors that name the rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.world.failures.failed(call, error, self.ranks) from error
+
+    def agree(self, call: str, x: Tensor, *, free: int = -1, option: int = 0, extra: Sequence[int] = ()) -> list[_Row]:
+        """The parts of all ranks in a call, which must be alike, except in the size of the dim *free*.
+
+        Args:
+            call: its name.
+            x: what this rank gives.
+            free: dim in which shapes may differ.
+            option: a number that is the same on all ranks.
+            extra: numbers that may differ, as many on all ranks.
+
+        Raises:
+            UsageError: on every rank; names the ranks that differ.
+            WorkerError: a rank did not come within the timeout; names it.
+        """
+        if x.dim() > _MOST_DIMS:
+            raise UsageError(f"{call} of a tensor with {x.dim()} dims; the most is {_MOST_DIMS}: flatten it")
+        own = _Row(call, option, x.dtype, tuple(x.shape), tuple(extra))
+        if self.group is None:
+            return [own]
+        numbers = [_CALLS.index(call), option, _DTYPES.index(x.dtype), x.dim()]
+        numbers += [*x.shape, *(0 for _ in range(_MOST_DIMS - x.dim())), *extra]
+        # As many for all calls, because a rank may make another one.
+        numbers += [0] * (4 + _MOST_DIMS + self.size - len(numbers))
+        given = torch.tensor(numbers, dtype=torch.int64, device=self.world.device)
+        told = given.new_empty(self.size * len(numbers))
+        work = collectives.gather_single(told, given, group=self.group, async_op=True)
+        what = f"{call}, which ranks {list(self.ranks)} must call"
+        self.wait(work, what)
+        rows = []
+        for number, option, dtype, dims, *rest in told.view(self.size, -1).tolist():
+            shape = tuple(rest[:dims])
+            rows.append(_Row(_CALLS[number], option, _DTYPES[dtype], shape, tuple(rest[_MOST_DIMS:])))
+        self._compare(rows, free)
+        return rows
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for communication, on a device in its queue."""
+        is_cuda = self.world.device.type == "cuda"
+        self.world.failures.wait(work, what, self.ranks, blocking=not is_cuda)
+        if is_cuda and self.world.supervisor is not None:
+            self.world.supervisor.check()
+            done = torch.cuda.Event()
+            done.record()
+            self.world.supervisor.watch(what, done, self.world.failures.timeout_seconds)
+
+    def _compare(self, rows: Sequence[_Row], free: int) -> None:
+        def fixed(row: _Row) -> tuple[Any, ...]:
+            return tuple(-1 if dim == free else length for dim, length in enumerate(row.shape))
+
+        keys = [(row.call, row.option, row.dtype, fixed(row)) for row in rows]
+        common, _ = Counter(keys).most_common(1)[0]
+        if all(key == common for key in keys):
+            return
+        odd, first = next(i for i, key in enumerate(keys) if key != common), keys.index(common)
+        one, other = rows[odd], rows[first]
+        what = f"gives {one}, but rank {self.ranks[first]} {other}"
+        if str(one) == str(other):
+            what = f"calls {one.call} with {one.named_option}, but rank {self.ranks[first]} with {other.named_option}"
+        may = "" if free < 0 else f"; the sizes of dim {free} may differ"
+        raise UsageError(
+            f"rank {self.ranks[odd]} {what}: ranks {list(self.ranks)} must make the same calls in the same order, with "
+            f"tensors of one dtype and shape{may}"
+        )
+
+    def bytes_of(self, data: bytes) -> Tensor:
+        """Bytes as a tensor on the device on which ranks communicate."""
+        held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return held.to(self.world.device)
+
+    def gather_bytes(self, call: str, data: bytes) -> list[bytes]:
+        """The bytes of all ranks."""
+        own = self.bytes_of(data)
+        lengths = tuple(row.shape[0] for row in self.agree(call, own, free=0))
+        with self.waiting(call):
+            whole = collectives.all_gather(own, _cut(0, lengths), self.index, self.group)
+        return [part.numpy().tobytes() for part in whole.cpu().split(lengths)]
+
+
+def _cut(dim: int, lengths: Sequence[int]) -> Cut:
+    """The parts of ranks along a dim."""
+    return Cut(dim, (Segment(1, sum(lengths), 1),), tuple(lengths))
+
+
+class _Collective(torch.autograd.Function):
+    """A linear collective and its adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.adjoint = adjoint
+        return run(x.detach())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(gradient), None, None
+
+
+def _members(group: Group) -> _Members:
+    """The ranks of a group.
+
+    Raises:
+        UsageError: it is no group, or one without this rank; or this process has not joined the others.
+    """
+    world = current()
+    if group is None:
+        everyone = dist.group.WORLD if world.size > 1 else None
+        return _Members(world, tuple(range(world.size)), world.rank, everyone)
+    if isinstance(group, Axis):
+        return _Members(world, group.ranks, group.index, group.group)
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise UsageError(f"group is a DeviceMesh with {group.ndim} dims: give one of them, as in mesh['tp']")
+        group = group.get_group()
+    given: Any = group
+    if not isinstance(given, dist.ProcessGroup):
+        if given is dist.GroupMember.NON_GROUP_MEMBER:
+            raise UsageError(f"rank {world.rank} is not in the group: call collectives on its ranks alone")
+        check_type("group", given, dist.ProcessGroup, "a mesh axis, a process group, or a DeviceMesh with one dim")
+    ranks = tuple(dist.get_process_group_ranks(given))
+    return _Members(world, ranks, dist.get_rank(given), given if len(ranks) > 1 else None)

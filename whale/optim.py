@@ -1,0 +1,323 @@
+"""Optimizers: AdamW in one pass over memory, with the states of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from whale.errors import UsageError
+from whale.runtime.adamw import is_triton, step_runs
+from whale.runtime.adamw_runs import Kind, Run, wide_of
+
+__all__ = ["FusedAdamW"]
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class FusedAdamW(AdamW):
+    """``torch.optim.AdamW`` in one pass over memory, which reads and writes each parameter and moment once.
+
+    On a processor it is one loop that Inductor compiles, which takes some seconds before the first step; on a GPU one
+    kernel in Triton for all parameters of a group. Parameters that follow each other in memory, as the stretches that
+    a rank owns with ``zero=``, are updated together. Updates are those of torch's AdamW up to 2 units in the last
+    place, and ``state_dict`` has the same form: either loads what the other saved.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, capturable: as of torch's.
+        masters: for parameters in bfloat16 or float16: keep a float32 copy of each in the state (``master``), with
+            float32 moments. The step updates these, and writes the parameter in the same pass. Else low-precision
+            parameters have moments in their own number type, are computed in float32 and rounded, as torch's with
+            ``fused=True``.
+        foreach, fused: they choose among torch's implementations, and have no effect here.
+        differentiable: refused.
+
+    Raises:
+        UsageError: *differentiable*; or, in a step, there is no compiler, gradients are sparse, or a parameter has gaps
+            in memory.
+
+    A ``torch.amp.GradScaler`` passes its factor to the step, which divides gradients in the same pass.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        masters: bool = False,
+    ) -> None:
+        if differentiable:
+            raise UsageError(
+                "FusedAdamW updates in place, and has no gradient: use torch.optim.AdamW(differentiable=True)"
+            )
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable)
+        self.defaults["masters"] = masters
+        self.__setstate__({})
+
+    _step_supports_amp_scaling = True
+
+    states_of = "AdamW"
+    """The class whose states these are: checkpoints of either are loaded into the other."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # those of torch's have no masters
+            group.setdefault("masters", self.defaults["masters"])
+        if not self.__dict__.get("_keeps_wide"):
+            self._keeps_wide = True
+            self.register_load_state_dict_pre_hook(_note_wide_states)
+            self.register_load_state_dict_post_hook(_take_wide_states)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; returns what *closure* does, which computes the loss again."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            own = [p for p in group["params"] if p.grad is not None]
+            for p in own:
+                _check(p, group)
+            own.sort(key=lambda p: (str(p.device), p.data_ptr()))
+            for _, alike in groupby(own, key=lambda p: (p.device, p.dtype, p.grad.dtype)):
+                self._step_alike(group, list(alike), scale, found_inf)
+        return loss
+
+    def _step_alike(
+        self, group: Mapping[str, Any], own: Sequence[Tensor], scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """A step of parameters on one device, of one number type, in the order of their addresses."""
+        device = own[0].device
+        on_device = bool(group["capturable"] or group["fused"])
+        if found_inf is not None and not on_device and bool(found_inf):
+            return
+        self._make_states(group, own)
+        steps = [self.state[p]["step"] for p in own]
+        if found_inf is not None and on_device:
+            found_inf = found_inf.to(device)
+            torch._foreach_add_(steps, (1 - found_inf).to(steps[0].dtype).view(()))
+        else:
+            found_inf = None
+            torch._foreach_add_(steps, 1)
+        scalars, rows = self._scalars(group, own, steps, scale)
+        pieces = [self._piece(p, row, group) for p, row in zip(own, rows, strict=True)]
+        kind = Kind(bool(group["maximize"]), bool(group["amsgrad"]), scale is not None)
+        if found_inf is not None and not is_triton(device):
+            if bool(found_inf):
+                return
+            found_inf = None
+        step_runs(_joined(pieces), scalars, kind, found_inf)
+
+    def _make_states(self, group: Mapping[str, Any], own: Sequence[Tensor]) -> None:
+        """Make the states that are not there, those of parameters next to each other side by side."""
+        on_device = group["capturable"] or group["fused"]
+        new = [p for p in own if not self.state[p]]
+        kept = [*_KEPT, *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        for p in new:
+            self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
+        if new:
+            dtype = wide_of(new[0].dtype) if _has_master(group, new[0]) else new[0].dtype
+            for key in kept:
+                for p, held in zip(new, _side_by_side(new, dtype), strict=True):
+                    self.state[p][key] = held
+        bare = [p for p in own if _has_master(group, p) and "master" not in self.state[p]]
+        for p, held in zip(bare, _side_by_side(bare, torch.float32), strict=True):
+            self.state[p]["master"] = held.copy_(p)
+        for p in own:  # as torch's, whose option was set later
+            if group["amsgrad"] and "max_exp_avg_sq" not in self.state[p]:
+                self.state[p]["max_exp_avg_sq"] = torch.zeros_like(self.state[p]["exp_avg_sq"])
+
+    def _scalars(
+        self, group: Mapping[str, Any], own: Sequence[Tensor], steps: Sequence[Tensor], scale: Tensor | None
+    ) -> tuple[Tensor, list[int]]:
+        """The scalars of the pass, and their row for each parameter: of all that took as many steps, on the host; of
+        each its own, on a device that counts the steps."""
+        wide, device = wide_of(own[0].dtype), own[0].device
+        lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
+        beta1, beta2 = group["betas"]
+        if not (group["capturable"] or group["fused"]):
+            factor = 1.0 if scale is None else 1 / float(scale)
+            counts = [float(step) for step in steps]
+            distinct = {count: row for row, count in enumerate(dict.fromkeys(counts))}
+            # A learning rate that is a tensor is computed with in its own number type, as torch's does.
+            numbers = [
+                [
+                    float(1 - lr * decay),
+                    float(1 - beta1),
+                    float(beta2),
+                    float(1 - beta2),
+                    float(-(lr / (1 - beta1**count))),
+                    float((1 - beta2**count) ** 0.5),
+                    eps,
+                    factor,
+                ]
+                for count in distinct
+            ]
+            found = torch.tensor(numbers, dtype=wide, pin_memory=device.type == "cuda")
+            return found.to(device, non_blocking=True), [distinct[count] for count in counts]
+        count = torch.stack(list(steps)).to(torch.float64)
+        ones = torch.ones_like(count)
+        lr = lr.to(device, torch.float64).view(()) if isinstance(lr, Tensor) else lr
+        columns = [
+            ones * (1 - lr * decay),
+            ones * (1 - beta1),
+            ones * beta2,
+            ones * (1 - beta2),
+            -lr / (1 - beta1**count),
+            (1 - beta2**count).sqrt(),
+            ones * eps,
+            ones if scale is None else ones / scale.to(device, torch.float64).view(()),
+        ]
+        return torch.stack(columns, dim=1).to(wide), list(range(len(own)))
+
+    def _piece(self, p: Tensor, row: int, group: Mapping[str, Any]) -> _Piece:
+        """The memory of a parameter's step."""
+        state = self.state[p]
+        assert p.grad is not None
+        gradient = p.grad
+        if gradient.stride() != p.stride() or not _is_dense(gradient):
+            gradient = torch.empty_like(p, dtype=gradient.dtype).copy_(gradient)
+            if getattr(self, "grad_scale", None) is not None:
+                p.grad = gradient
+        names = [*_KEPT, *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        names += ["master"] if _has_master(group, p) else []
+        for name in names:
+            if state[name].stride() != p.stride():  # of a state dict with another layout
+                state[name] = torch.empty_like(p, dtype=state[name].dtype).copy_(state[name])
+        master = state["master"] if _has_master(group, p) else None
+        held = [
+            p if master is None else master,
+            gradient,
+            *(state[name] for name in _KEPT),
+            state["max_exp_avg_sq"] if group["amsgrad"] else None,
+            None if master is None else p,
+        ]
+        return _Piece(tuple(None if x is None else _flat(x) for x in held), row)
+
+
+_KEPT = ("exp_avg", "exp_avg_sq")
+
+
+class _Piece(NamedTuple):
+    """The vectors of one parameter, in the order of a `Run`, and the row of its scalars."""
+
+    vectors: tuple[Tensor | None, ...]
+    row: int
+
+
+def _has_master(group: Mapping[str, Any], p: Tensor) -> bool:
+    return bool(group["masters"]) and p.dtype in _LOW
+
+
+def _check(p: Tensor, group: Mapping[str, Any]) -> None:
+    assert p.grad is not None
+    if p.grad.is_sparse:
+        raise UsageError(
+            "FusedAdamW needs dense gradients, and a parameter has a sparse one: use torch.optim.SparseAdam"
+        )
+    if not _is_dense(p):
+        raise UsageError(
+            f"a parameter of shape {tuple(p.shape)} has strides {p.stride()}, with gaps or overlaps in memory: make it "
+            "contiguous, or use torch.optim.AdamW"
+        )
+    if group["capturable"] and p.device.type != "cuda":
+        raise UsageError(
+            f"capturable=True is for CUDA graphs, but a parameter is on {p.device.type}: leave it out, as for "
+            "parameters that offload keeps on the host"
+        )
+    if p.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not group["capturable"]:
+        raise UsageError("a step of FusedAdamW is captured in a CUDA graph: make the optimizer with capturable=True")
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements of a tensor fill a stretch of memory, in any order."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The memory of a dense tensor as a vector of real numbers."""
+    x = x.detach()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    return x.as_strided((x.numel(),), (1,), x.storage_offset())
+
+
+def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Iterable[Tensor]:
+    """Zeros in the layouts of tensors, one after the other in one buffer."""
+    if not tensors:
+        return
+    held = torch.zeros(sum(x.numel() for x in tensors), dtype=dtype, device=tensors[0].device)
+    start = 0
+    for x in tensors:
+        yield held.as_strided(x.shape, x.stride(), start)
+        start += x.numel()
+
+
+def _joined(pieces: Sequence[_Piece]) -> list[Run]:
+    """Runs of pieces: those that follow each other in all of their memories are one."""
+    found: list[list[_Piece]] = []
+    for piece in pieces:
+        if found and piece.row == found[-1][-1].row and _follows(found[-1][-1], piece):
+            found[-1].append(piece)
+        else:
+            found.append([piece])
+    runs = []
+    for several in found:
+        length = sum(len(piece.vectors[0]) for piece in several if piece.vectors[0] is not None)
+        whole = (None if x is None else x.as_strided((length,), (1,), x.storage_offset()) for x in several[0].vectors)
+        runs.append(Run(*whole, several[0].row))  # type: ignore[arg-type,call-arg]
+    return runs
+
+
+def _follows(first: _Piece, second: _Piece) -> bool:
+    return all(
+        (x is None and y is None)
+        or (
+            x is not None
+            and y is not None
+            and x.untyped_storage()._cdata == y.untyped_storage()._cdata
+            and x.storage_offset() + len(x) == y.storage_offset()
+        )
+        for x, y in zip(first.vectors, second.vectors, strict=True)
+    )
+
+
+# --- states in float32, which torch's optimizers cast to the parameter's number type when they load them --------------
+
+_loaded: dict[int, dict[Any, dict[str, Any]]] = {}
+
+
+def _note_wide_states(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    _loaded[id(optimizer)] = state_dict["state"]
+
+
+def _take_wide_states(optimizer: Any) -> None:
+    states = _loaded.pop(id(optimizer), {})
+    parameters = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+    for number, (group, p) in enumerate(parameters):
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):
+            if _has_master(group, p) and name in states.get(number, {}):
+                own = torch.empty_like(p, dtype=torch.float32)
+                optimizer.state[p][name] = own.copy_(states[number][name])

@@ -1,0 +1,121 @@
+"""One pass of AdamW over memory: parameters, moments and copies in low precision, each element read and written once.
+
+On a processor
+Inductor compiles the pass to one loop; on a GPU all runs of a step are one kernel in Triton (`adamw_triton`). Knows
+runs and numbers; not optimizers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale.errors import UsageError
+from whale.runtime.adamw_runs import Kind, Run
+
+__all__ = ["is_triton", "step_runs"]
+
+SMALLEST = 64
+"""Elements of a run for which compiled code is worth its call: smaller ones are computed by torch's operators."""
+
+
+def is_triton(device: torch.device) -> bool:
+    """Whether runs on a device are one kernel in Triton, which its interpreter runs on a processor, for tests."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def step_runs(runs: Sequence[Run], scalars: Tensor, kind: Kind, found_inf: Tensor | None = None) -> None:
+    """Update all runs, of one device and the same number types.
+
+    Args:
+        runs: not overlapping.
+        scalars: of shape (rows, NUM_SCALARS), on their device, in the type of `wide_of`.
+        kind: the options of the pass.
+        found_inf: one number on the device; if it is not zero nothing is updated. For Triton alone.
+
+    Raises:
+        UsageError: there is no compiler.
+    """
+    if is_triton(scalars.device):
+        try:
+            from whale.runtime.adamw_triton import launch
+        except ImportError as error:
+            raise UsageError(
+                f"FusedAdamW needs Triton for parameters on a GPU ({error}): install it (pip install triton), or use "
+                "torch.optim.AdamW(..., fused=True)"
+            ) from error
+        launch(runs, scalars, kind, found_inf)
+        return
+    for run in runs:
+        update = _update if run.parameter.numel() < SMALLEST else _compiled(kind, *_types(run))
+        update(*run[:-1], scalars[run.row], kind)
+
+
+def _types(run: Run) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if x is None else x.dtype for x in run[:-1])
+
+
+_OPTIONS: Any = {"cpp.enable_floating_point_contract_flag": "fast"}
+"""torch's own operators fuse products with sums, too."""
+
+
+@cache
+def _compiled(kind: Kind, *types: torch.dtype | None) -> Callable[..., None]:
+    """The pass, compiled once for each combination of options and number types, for runs of any length.
+
+    Each has code of its own, because the compiler limits how often one code is compiled.
+    """
+    own = FunctionType(_update.__code__.replace(), globals(), "_update")
+    made: Callable[..., None] = torch.compile(own, dynamic=True, fullgraph=True, options=_OPTIONS)
+
+    def run(*arguments: Any) -> None:
+        try:
+            made(*arguments)
+        except Exception as error:
+            raise UsageError(
+                "FusedAdamW compiles its pass with Inductor, which needs a C++ compiler, and this failed: "
+                f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}; "
+                "use torch.optim.AdamW(..., fused=True)"
+            ) from error
+
+    return run
+
+
+def _update(
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    largest: Tensor | None,
+    copy: Tensor | None,
+    scalars: Tensor,
+    kind: Kind,
+) -> None:
+    """The pass, in the order of operations of torch's AdamW."""
+    decay, own1, beta2, own2, step_size, root2, eps, scale = scalars.unbind()
+    wide = scalars.dtype
+    g = gradient.to(wide)
+    if kind.scaled:
+        g = g * scale
+        gradient.copy_(g)
+    if kind.maximize:
+        g = -g
+    m = torch.lerp(mean.to(wide), g, own1)
+    v = square.to(wide) * beta2 + own2 * g * g
+    mean.copy_(m)
+    square.copy_(v)
+    if kind.amsgrad:
+        assert largest is not None
+        v = torch.maximum(largest.to(wide), v)
+        largest.copy_(v)
+    p = parameter.to(wide) * decay
+    p = p + step_size * m / (v.sqrt() / root2 + eps)
+    parameter.copy_(p)
+    if copy is not None:
+        copy.copy_(p)
