@@ -22,7 +22,7 @@ BLOCK = 2048
 """Elements of a program of the kernel."""
 
 _COLUMNS = 8
-"""Of the table: six addresses, the number of elements, and the row of the scalars."""
+"""Columns of the table: six addresses, the number of elements, and the row of the scalars."""
 
 _TYPES = {
     torch.float64: tl.float64,
@@ -151,4 +151,4 @@ def _tables(runs: Sequence[Run], device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 _captured: list[tuple[Tensor, ...]] = []
-"""Those that CUDA graphs copy to their device in each replay."""
+"""Tables of CUDA graphs, which copy them to the device in each replay."""
