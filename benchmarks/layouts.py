@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from models import WORDS, gpt2
+from models import WORDS, batch, gpt2
 from torch import Tensor, nn
-from transformers import ResNetConfig, ResNetForImageClassification
+from transformers import GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification
 
 import whale
 
@@ -73,3 +73,32 @@ def resnet96(layout: str = "none", side: int = 96) -> tuple[nn.Module, dict[str,
     """The same on larger pictures, for four devices in a row: a stage that begins after a wait has the rest of its
     period's quota at once, so what it then computes has to be long against that."""
     return resnet(layout=layout, side=side)
+
+
+def few(layout: str = "dp", width: int = 384, length: int = 128) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A GPT with few rows, for many settings of memory."""
+    return gpt(layout=layout, width=width, length=length, batch_size=12)
+
+
+class InBfloat16(GPT2LMHeadModel):
+    """A GPT-2 under autocast."""
+
+    def forward(self, **batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(**batch)
+
+
+def few16(layout: str = "dp", width: int = 384, length: int = 128) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The same, computing in bfloat16."""
+    model, given = few(layout, width, length)
+    model.__class__ = InBfloat16
+    return model, given
+
+
+def large(
+    layout: str = "none", layers: int = 6, width: int = 1024, heads: int = 8, length: int = 32, batch_size: int = 8
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A GPT with 1.2 GiB of state and few activations."""
+    model = gpt2(layers=layers, width=width, length=length, heads=heads, activation="gelu")
+    whale.annotate(model, GPT_LAYOUTS[layout])
+    return model, batch(batch_size, length)

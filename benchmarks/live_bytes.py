@@ -32,7 +32,8 @@ def living() -> dict[int, Tensor]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts live storages: those at the start, except *others*, and those that operators allocate."""
+    """Counts live storages: those at the start, except *others*, of which views are not counted either, and those that
+    operators allocate."""
 
     def __init__(self, others: frozenset[int]) -> None:
         super().__init__()
@@ -41,17 +42,16 @@ class LiveBytes(TorchDispatchMode):
         """Whether what is made now stands for tensors in another memory, and is not counted."""
         self._known: dict[int, Any] = {}
         for key, tensor in living().items():
-            if key not in others:
-                self._add(tensor)
+            self._add(tensor, is_counted=key not in others)
 
-    def _add(self, tensor: Tensor) -> None:
+    def _add(self, tensor: Tensor, *, is_counted: bool = True) -> None:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu":
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
-        size = 0 if self.is_elsewhere else storage.nbytes()
+        size = storage.nbytes() if is_counted and not self.is_elsewhere else 0
 
         def gone(_: object) -> None:
             self.now -= size

@@ -2,6 +2,7 @@
 rates.
 
     sudo python benchmarks/prediction.py --folder plans      # over an hour, on a machine that does nothing else
+    sudo python benchmarks/prediction.py --only memory       # recompute, ZeRO, bfloat16 and offload in 12 settings
     sudo python benchmarks/prediction.py --trial             # small models and quotas: only to see that it runs
 
 With ``--only`` and one folder it runs testbed by testbed: plans and results that the folder has are not made again.
@@ -62,10 +63,12 @@ class Case:
     model: str
     layout: str
     micro_batches: int = 1
+    flags: tuple[str, ...] = ()
+    """Options of ``whale plan``, such as ``--zero 1``."""
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.layout}"
+        return "-".join((self.model, self.layout, *(flag.lstrip("-").replace(" ", "-") for flag in self.flags)))
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,32 @@ BEDS = {
         (Case("wide", "tp", 2), Case("gpt", "pp2", 8)),
         (("gpt", "1", "3"), ("wide", "1,2,3", "4")),
     ),
+    "memory": Bed(
+        (0.5, 0.25),
+        "1 Gbit/s",
+        (
+            Case("few", "dp"),
+            Case("few", "dp", flags=("--recompute selective",)),
+            Case("few", "dp", flags=("--recompute full",)),
+            Case("few", "dp", flags=("--zero 1",)),
+            Case("few", "dp", 2, flags=("--zero 2",)),
+            Case("few", "dp", flags=("--zero 3",)),
+            Case("few", "dp", flags=("--zero 3", "--recompute full")),
+            Case("few", "dp", flags=("--offload activations",)),
+            Case("few", "dp", flags=("--offload state",)),
+            Case("few", "pp2", 4, flags=("--recompute full",)),
+            Case("few16", "dp"),
+            Case("few16", "dp", flags=("--zero 1", "--recompute selective")),
+        ),
+        (("few", "1", "2,3,4,8"), ("few16", "1", "4,8")),
+    ),
 }
 
 TRIAL = {
     "gpt": {"width": 96, "length": 32},
     "wide": {"width": 192, "length": 32},
+    "few": {"width": 96, "length": 32},
+    "few16": {"width": 96, "length": 32},
     "resnet": {"side": 16},
     "resnet96": {"side": 16},
 }
@@ -162,14 +186,16 @@ def main() -> None:
         f"{table(HEAD, rows)}\n\nError of the step time: mean {mean:.1%} (wanted: {MEAN_ERROR:.0%}), worst {worst:.1%} "
     )
     text += f"(wanted: {WORST_ERROR:.0%}). Bytes are wanted between 0% and {BYTES_ERROR:.0%} above those counted."
-    report("prediction", options, text)
+    report("_".join(filter(None, ("prediction", options.only))), options, text)
 
 
 def row(bed: Bed, case: Case, found: Mapping[str, Any]) -> tuple[str, ...]:
     def error(predicted: float) -> str:
         return f"{predicted / found['seconds'] - 1:+.1%}"
 
-    ratios = [ours / counted - 1 for ours, counted in zip(found["planned_bytes"], found["bytes"], strict=True)]
+    hosted = any("offload" in flag for flag in case.flags)  # the bytes of hosts are counted, too
+    sizes = [] if hosted else zip(found["planned_bytes"], found["bytes"], strict=True)
+    ratios = [ours / counted - 1 for ours, counted in sizes]
     return (
         bed.title,
         case.name,
@@ -290,6 +316,7 @@ def make_plan(
     command = [*WHALE, "plan", *_model(case.model, trial), "--set", f"layout={case.layout}"]
     command += ["--cluster", str(cluster), "--profile", str(profile)]
     command += ["--micro-batches", str(case.micro_batches), "-o", str(plan)]
+    command += [word for flag in case.flags for word in flag.split()]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
 
 

@@ -99,7 +99,7 @@ class Contest:
 def main() -> None:
     parser = argparse.ArgumentParser(description="found plans against single strategies, random plans and torch")
     parser.add_argument("--repeats", type=int, default=6, help="timed steps of each plan")
-    parser.add_argument("--only", choices=list(BEDS), help="this testbed alone")
+    parser.add_argument("--only", choices=list(MODELS), help="this testbed alone")
     parser.add_argument("--model", choices=list(PARTS), help="this model alone")
     parser.add_argument("--folder", help="keep profiles, plans and results there, and go on from what it has")
     parser.add_argument("--trial", action="store_true", help="small models and quotas: the times mean nothing")
@@ -109,7 +109,7 @@ def main() -> None:
         on_a_rank(Contest(options.only, options.model, options.trial, Path(options.folder)), options.repeats)
         return
     rows, errors = [], []
-    for bed in [options.only] if options.only else BEDS:
+    for bed in [options.only] if options.only else MODELS:
         for model in [options.model] if options.model else MODELS[bed]:
             found = on_a_bed(bed, model, options)
             errors.append(abs(found["predicted"] / statistics.median(found["seconds"]["found"]) - 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Literal, get_args
 
@@ -26,7 +27,8 @@ class OptimizerCosts:
 
     Attributes:
         states: that it keeps.
-        one_by_one: that a step makes and drops, of one parameter at a time, where it goes through them one by one.
+        one_by_one: that a step makes of one parameter at a time, where it goes through them one by one; the last of
+            them is dropped when that of the next parameter is there.
         in_lists: that a step makes of all parameters at a time, where it goes through lists of them.
         moved: that a step reads and writes, those of other kernels again.
         counter_bytes: besides, for each parameter.
@@ -83,12 +85,14 @@ def state_elements(optimizer: str, shape: Sequence[int]) -> int:
 
 
 def temporary_bytes(optimizer: str, sizes: Sequence[int], *, processor: bool) -> int:
-    """Temporary bytes of a step, for parameters of these bytes.
+    """Temporary bytes of a step, for parameters of these bytes, in the optimizer's order.
 
-    >>> [temporary_bytes("adamw", [100, 40], processor=processor) for processor in (True, False)]
-    [200, 140]
+    >>> [temporary_bytes("adamw", [100, 90], processor=processor) for processor in (True, False)]
+    [280, 190]
     """
     costs = costs_of(optimizer)
     if processor or costs.steps_one_by_one:
-        return costs.one_by_one * max(sizes, default=0)
+        if not costs.one_by_one:
+            return 0
+        return max((before + costs.one_by_one * size for before, size in pairwise([0, *sizes])), default=0)
     return costs.in_lists * sum(sizes)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import whale
 from benchmarks.live_bytes import LiveBytes, hosted_left_out, living, peak_of
 from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
-from tests.small_models import decoder, tokens
+from tests.small_models import Decoder, decoder, tokens
 from whale import replicate, split, stage
 from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster
@@ -34,14 +36,32 @@ def worlds() -> Iterator[Worlds]:
         yield made
 
 
+class Positioned(Decoder):
+    """A decoder that makes a table in every forward, of which a rank keeps one over its steps."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        places = torch.outer(torch.arange(tokens.shape[1]), torch.arange(self.head.in_features)).to(
+            self.head.weight.dtype
+        )
+        x = self.embed(tokens) + places.sin()
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def positioned() -> Decoder:
+    torch.manual_seed(0)
+    return Positioned(layers=2, heads=4, width=128).double()
+
+
 def build(options: dict[str, Any]) -> Any:
-    model = decoder(layers=2, heads=4, width=64)
+    model = positioned() if options.pop("has_table", False) else decoder(layers=2, heads=4, width=64)
     return model.float() if "precision" in options else model
 
 
 def counted(world: World, layout: Any, options: dict[str, Any], optimizer: Optimizer) -> int:
     """The peak of a step that is not the first."""
-    others = frozenset(living())
+    others, options = frozenset(living()), dict(options)
     model, batch = build(options), tokens(16, 24)
     whale.annotate(model, layout)
     module = whale.parallelize(model, batch, device="cpu", **options)
@@ -67,6 +87,11 @@ def plan_of(axis: str, shares: list[int]) -> dict[str, Any]:
 CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
     "data parallel": ({"": replicate()}, {}, "adamw"),
     "tensor parallel": ({"": split()}, {"micro_batches": 2}, "adamw"),
+    "a table that is kept over the update": (
+        STAGES,
+        {"micro_batches": 16, "recompute": "full", "has_table": True},
+        "adamw",
+    ),
     "tensor parallel, unlike shares": ({"": split()}, plan_of("split", [3, 1]), "sgd"),
     "pipeline": (STAGES, {"micro_batches": 8}, "sgd"),
     "data parallel, layers computed again": ({"": replicate()}, {"recompute": "full"}, "sgd"),
@@ -159,7 +184,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
 def test_predicted_bytes_are_the_counted_ones(
     worlds: Worlds, layout: Any, options: dict[str, Any], optimizer: Optimizer
 ) -> None:
-    model = build(options).to("meta")
+    model = build(dict(options)).to("meta")
     whale.annotate(model, layout)
     plan: Plan | None = options.get("plan")
     schedule = options.get("schedule", "1f1b")

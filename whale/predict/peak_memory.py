@@ -215,7 +215,8 @@ _Shape = tuple[tuple[int, ...], int]
 @dataclass(frozen=True, kw_only=True)
 class _Found:
     """Result of a dry run: bytes by category at the peak and after the last backward, shapes and bytes of an element of
-    each trained parameter on the device and on the host, and the memory and calls of the tasks of each stage."""
+    each trained parameter on the device, in the model's order, and on the host, and the memory and calls of the tasks
+    of each stage."""
 
     at_peak: Counter[str]
     after: Counter[str]
@@ -408,6 +409,8 @@ class _Trial:
         self.noting = _Noting()
         self._replays: list[Replay] = []
         self._reducer: Reducer | None = None
+        self._assembled: Any = None
+        """The step that has run: what it keeps for the next one is there when an optimizer updates parameters."""
         self._without_data = _without_data(self.device)
         with self._without_data:
             self._make()
@@ -528,6 +531,7 @@ class _Trial:
             transport=_Nobody(self.live),
             credit=0 if self.device == "cuda" else None,
         )
+        self._assembled = step
         self._reducer = step.executor.reducer
         if not _runs_graphs(self.compilation, program):
             needs = {s: [edge.needs_grad for edge in edges] for s, edges in step.executor.entering.items()}
@@ -608,14 +612,18 @@ class _Trial:
             replay.finish()
         if any(replay.failed for replay in self._replays):
             return None
-        trained: list[Tensor] = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        trained: dict[str, Tensor] = {name: x for name, x in self.parameters.items() if x.requires_grad}
         there: list[Tensor] = []
         for held in self.units:
-            (there if held.unit.on_host else trained).extend(held.parameters.values())
+            if held.unit.on_host:
+                there.extend(held.parameters.values())
+            else:
+                trained |= held.parameters
+        order = [name for name in self.compilation.local_parameters(self.rank) if name in trained]
         return _Found(
             at_peak=self.live.at_peak.copy(),
             after=self.live.by_purpose.copy(),
-            trained=tuple((tuple(parameter.shape), parameter.element_size()) for parameter in trained),
+            trained=tuple((tuple(trained[name].shape), trained[name].element_size()) for name in order),
             on_host=tuple((tuple(parameter.shape), parameter.element_size()) for parameter in there),
             tasks=self.tasks(),
             calls=self.calls(),
