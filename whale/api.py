@@ -34,7 +34,7 @@ from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import GradientDtype, Plan
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import RECOMPUTES, STATE_ON_HOST, Offload, Recompute, offload_of
+from whale.ir.strategy import RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce, offload_of
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
@@ -80,6 +80,7 @@ def parallelize(
     state_shares: Sequence[float] | Literal["auto"] | None = None,
     state_align: Align | None = None,
     offload: str | Sequence[str] | None = None,
+    reduce: Reduce | None = None,
     step_in_backward: bool | None = None,
     compile: bool = False,
     cuda_graphs: bool = False,
@@ -155,6 +156,11 @@ def parallelize(
             Without zero it is 1. The model may be on the CPU then, whatever the device is. ``auto``: in each stage the
             least with which its devices hold it, after zero and recompute; ``plan="auto"`` then may use it where
             nothing fits without.
+        reduce: how replicas make one gradient of theirs, in stages of which neither the plan nor an annotation
+            (``whale.stage(reduce=...)`` or ``whale.replicate(reduce=...)``) says it. ``mean`` (the default): that of
+            the mean loss over all rows, as the local model has it. ``adasum``: each replica has the gradient of the
+            mean loss over its own rows, and pairs of them are combined for each parameter: their sum where they are
+            orthogonal, their mean where they are equal (Maleki et al. 2020). See docs/sums.md.
         step_in_backward: let ``train_step`` update the parameters of each bucket of gradients when these are summed,
             and free them: no rank then has all gradients of a step with one micro-batch. The script's optimizer,
             made after parallelize, and its loop stay as they are, and so do the bits; ``optimizer.step()`` ends the
@@ -193,6 +199,8 @@ def parallelize(
         _check_precision(precision)
     if gradient_dtype is not None:
         check_choice("gradient_dtype", gradient_dtype, get_args(GradientDtype))
+    if reduce is not None:
+        check_choice("reduce", reduce, REDUCES)
     check_type("step_in_backward", step_in_backward, (bool, type(None)), "True or False")
     check_type("seed", seed, (int, type(None)), "a whole number")
     if loss_fn is not None and not callable(loss_fn):
@@ -224,6 +232,7 @@ def parallelize(
             state_shares=state_shares,
             state_align=state_align,
             offload=hosted,
+            reduce=reduce,
         )
     options = Options(
         micro_batches=micro_batches if micro_batches is not None else plan.micro_batches if plan else 1,
@@ -240,6 +249,7 @@ def parallelize(
         local_rows=batch != "global",
         state=None if automatic else _state(zero, state_shares, state_align, hosted),
         offload="none" if hosted is None or hosted == "auto" else hosted,
+        reduce=reduce,
     )
     launch = describe(device)
     if cuda_graphs:

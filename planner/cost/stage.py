@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from whale.ir.adasum import dot_bytes
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import LayerVariant, ModelProfile
+from whale.ir.strategy import Reduce
 from whale.planner.cost.buckets import bucket_bytes, largest_packed, num_buckets_of
 from whale.planner.cost.groups import DeviceGroups, TensorGroup
 from whale.planner.cost.hosts import link_to_host, stepping_on_host, with_copies
@@ -37,9 +39,11 @@ class CostModel(DeviceGroups):
 
     Attributes:
         batch: rows of the step, all of which every device of Whale's stack holds.
+        reduce: how replicas of all stages make one gradient of theirs, as Whale runs it.
     """
 
     batch: int = 0
+    reduce: Reduce = "mean"
     _messages: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -54,10 +58,11 @@ class CostModel(DeviceGroups):
         batch: int = 0,
         gradient_dtype: str | None = None,
         step_in_backward: bool = False,
+        reduce: Reduce = "mean",
         known: Memo | None = None,
     ) -> CostModel:
         """Return the prices, with what is *known*. Ranks sum gradients in *gradient_dtype*, by default in their own,
-        and step the optimizer in the backward if *step_in_backward*.
+        and step the optimizer in the backward if *step_in_backward*; *reduce* says how replicas make one gradient.
 
         Raises:
             UsageError: a device does not have the precision, or the profile is of another.
@@ -77,6 +82,7 @@ class CostModel(DeviceGroups):
             batch=batch,
             summed_bytes=summed,
             step_in_backward=step_in_backward,
+            reduce=reduce,
             memo=memo,
         )
 
@@ -289,8 +295,39 @@ class CostModel(DeviceGroups):
         messages, one after the other. Another *kind* sums to the owners of a divided state."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
+        if self.combines:
+            return sum(self.combining(ranks, degree, num_bytes, layers, divided=kind != "all_reduce"))
         message = self.message_bytes(ranks, num_bytes, degree, layers, divided=kind != "all_reduce")
         return num_bytes / message * self.over(kind, ranks, degree, message)
+
+    @property
+    def combines(self) -> bool:
+        """Whether gradients of replicas are combined by Adasum."""
+        return self.runs and self.reduce == "adasum"
+
+    def combining(
+        self,
+        ranks: Sequence[int],
+        degree: int,
+        num_bytes: float,
+        layers: Iterable[int] | None = None,
+        *,
+        divided: bool = False,
+    ) -> tuple[float, float]:
+        """The same where gradients are combined by Adasum: seconds of exchanging their terms, which may be beside the
+        backward, and of what follows it: sums of the dot products of parameters, a level of pairs after the other, and
+        the gather of what each rank has combined, unless the state is *divided* so."""
+        message = self.message_bytes(ranks, num_bytes, degree, layers, divided=divided)
+        kinds = self._counts if layers is None else Counter(map(self.profile.layers.__getitem__, layers))
+        parameters = sum(count * self._num_parameters(kind, degree) for kind, count in kinds.items())
+        dots = [self.over("all_reduce", ranks, degree, size) for size in dot_bytes(len(ranks), parameters)]
+        gather = 0.0 if divided else self.over("all_gather", ranks, degree, message)
+        num = num_bytes / message
+        return num * self.over("all_to_all", ranks, degree, message), sum(dots) + num * gather
+
+    def _num_parameters(self, kind: int, degree: int) -> int:
+        given = self.profile.kinds[kind]
+        return max(1, len(variant_of(given, degree).sizes)) if given.variants and given.parameters != 0 else 1
 
     def largest_bucket(
         self, ranks: Sequence[int], layers: Iterable[int], degree: int, expert: int = 1, *, divided: bool = False

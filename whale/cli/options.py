@@ -23,6 +23,8 @@ GRADIENT_DTYPE_HELP = "Number type of sums of gradients, as of parallelize(gradi
 
 STEP_IN_BACKWARD_HELP = "Update parameters in the backward, as of parallelize(step_in_backward=True)."
 
+REDUCE_HELP = "How replicas make one gradient of theirs, as of parallelize(reduce=) [as annotated, else mean]."
+
 AT_LEAST_1 = click.IntRange(1, MOST)
 
 

@@ -23,6 +23,7 @@ from whale.cli.options import (
     AT_LEAST_1,
     GRADIENT_DTYPE_HELP,
     PRECISION_HELP,
+    REDUCE_HELP,
     STEP_IN_BACKWARD_HELP,
     note,
     offload_option,
@@ -33,7 +34,7 @@ from whale.cli.options import (
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import RECOMPUTES, STATE_ON_HOST, Offload, Recompute
+from whale.ir.strategy import RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 @click.option("--precision", metavar="NAME", help=PRECISION_HELP)
 @click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
 @click.option("--step-in-backward", is_flag=True, help=STEP_IN_BACKWARD_HELP)
+@click.option("--reduce", type=click.Choice(REDUCES), help=REDUCE_HELP)
 @click.option(
     "--recompute",
     type=click.Choice((*RECOMPUTES, "auto")),
@@ -84,6 +86,7 @@ def plan(
     precision: str | None,
     gradient_dtype: str | None,
     step_in_backward: bool,
+    reduce: Reduce | None,
     recompute: Recompute | Literal["auto"] | None,
     zero: int | Literal["auto"] | None,
     state_shares: tuple[float, ...] | Literal["auto"] | None,
@@ -127,7 +130,9 @@ def plan(
                 raise UsageError(f"{option} is for --model")
         state = _of_level(zero, state_shares, state_align, offload)
         size = (batch_size, micro_batches, schedule, stages or 1, replicas)
-        choice = _of_profile(profile, cluster, *size, recompute, state, gradient_dtype, step_in_backward, offload)
+        choice = _of_profile(
+            profile, cluster, *size, recompute, state, gradient_dtype, step_in_backward, offload, reduce
+        )
         _show(choice.plan, choice.prediction, choice.candidate.workload, cluster, output, as_json)
         return
     if costs_of(optimizer).factored and (zero or offload in STATE_ON_HOST):
@@ -209,6 +214,7 @@ def plan(
             precision=autocast,
             gradient_dtype=gradient_dtype,
             step_in_backward=step_in_backward,
+            reduce=reduce,
             recompute="none" if recompute is None or recompute == "auto" else recompute,
             state=None if zero == "auto" else state,
             offload="none" if offload is None or offload == "auto" else offload,
@@ -243,6 +249,7 @@ def _of_profile(
     gradient_dtype: str | None,
     step_in_backward: bool,
     offload: Offload | Literal["auto"] | None,
+    reduce: Reduce | None,
 ) -> Choice:
     """The plan of a profile alone, which has no annotations."""
     from whale.commands.searching import plan_pipeline
@@ -264,6 +271,7 @@ def _of_profile(
         gradient_dtype=gradient_dtype,
         step_in_backward=step_in_backward,
         offload=_of_word(offload),
+        reduce=reduce,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from whale.compile.adasum import check_rows_apart, with_row_axes
 from whale.compile.compilation import Compilation, LocalParameter, StoredForm, placement_of
 from whale.compile.exchanges import edges_between, has_idle_ranks, sums_of_gradients
 from whale.compile.trace import Traced, trace
@@ -27,7 +28,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import StageSpec
 from whale.ir.schedule import Task
 from whale.ir.state import StateSharding
-from whale.ir.strategy import STATE_ON_HOST, Offload, Recompute, ScopePath, Strategy
+from whale.ir.strategy import STATE_ON_HOST, Offload, Recompute, Reduce, ScopePath, Strategy
 from whale.planner.assignment.assign import Assignment, StageRequest, place, place_interleaved
 from whale.planner.assignment.from_plan import place_as_planned
 from whale.planner.cost.precision import DTYPES
@@ -54,8 +55,8 @@ class Options:
     ``compile`` asks for compiled kernels, ``cuda_graphs`` for recorded ones; ``local_rows`` says that ranks bring their
     own rows of a batch alone. ``state`` divides parameters, gradients and optimizer states, of
     all stages or of each, where neither the plan nor an annotation says it; its shares may be of each rank of the
-    launch. ``offload`` says what is in the host's memory, likewise; with state there ranks own stretches of it, at
-    level 1 at least.
+    launch. ``reduce`` says how replicas make one gradient of theirs, likewise. ``offload`` says what is in the host's
+    memory, likewise; with state there ranks own stretches of it, at level 1 at least.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
@@ -73,6 +74,7 @@ class Options:
     cuda_graphs: bool = False
     local_rows: bool = False
     state: StateSharding | tuple[StateSharding | None, ...] | None = None
+    reduce: Reduce | None = None
     offload: Offload | tuple[Offload, ...] = "none"
     plan: Plan | None = None
 
@@ -122,14 +124,18 @@ def compile_traced(
                 "loss: give parallelize one with which there is a loss"
             )
     num = len(cluster.devices)
+    reduces_by = reduces_of(cut, options)
+    if "adasum" in reduces_by:
+        stages = _with_replicas(traced, cut, assignment, stages, options)
     stages = tuple(
         replace(
             stage,
             recompute=rule,
             state=state.of_stage(stage.mesh.ranks, num) if state and state.level else None,
             offload=offload,
+            reduce=reduce,
         )
-        for stage, rule, state, offload in zip(stages, rules, states, hosted, strict=True)
+        for stage, rule, state, offload, reduce in zip(stages, rules, states, hosted, reduces_by, strict=True)
     )
     if options.local_rows:
         summed = row_sums(captured, analysis, stages).values
@@ -308,6 +314,41 @@ def offloads_told(cut: Partition, plan: Plan | None) -> tuple[Offload | None, ..
     """
     planned = [stage.offload for stage in plan.stages] if plan is not None else []
     return _told(cut, planned, lambda strategy: strategy.offload, "offload")
+
+
+def reduces_of(cut: Partition, options: Options) -> tuple[Reduce, ...]:
+    """How the replicas of each stage make one gradient: as the plan says, an annotation of it, or the options.
+
+    Raises:
+        AnnotationError: annotations of a stage contradict each other.
+        PlanMismatchError: plan and annotation do.
+    """
+    planned: list[Reduce | None] = []
+    planned += [stage.reduce for stage in options.plan.stages] if options.plan is not None else []
+    told = _told(cut, planned, lambda strategy: strategy.reduce, "reduce")
+    return tuple(own or options.reduce or "mean" for own in told)
+
+
+def _with_replicas(
+    traced: Traced, cut: Partition, assignment: Assignment, stages: tuple[PlacedStage, ...], options: Options
+) -> tuple[PlacedStage, ...]:
+    """Stages that know along which axes they are replicated, for gradients of replicas that are combined.
+
+    Raises:
+        UsageError: such gradients there are none, or these steps need sums.
+    """
+    if options.step_in_backward:
+        raise UsageError(
+            "reduce='adasum' combines the gradients of a step when all of them are there, but step_in_backward=True "
+            "updates parameters before: leave one of them out"
+        )
+    if any(len(stage.mesh.ranks) > 1 for stage in stages) and traced.captured.has_loss:
+        check_rows_apart(traced)
+    found = []
+    for stage, graph, spot in zip(stages, cut.stages, assignment.stages, strict=True):
+        roles = {node: spot.roles.of(graph.scopes[node]) for node in graph.nodes}
+        found.append(with_row_axes(stage, traced.analysis, roles, traced.captured.parameters))
+    return tuple(found)
 
 
 _T = TypeVar("_T")

@@ -37,7 +37,7 @@ from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
 from whale.ir.record import FileRecord, Record
 from whale.ir.schedule import SCHEDULES, check_devices
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import Offload, Recompute, Role, Strategy, check_nesting, divides_batch, parse_strategy
+from whale.ir.strategy import Offload, Recompute, Reduce, Role, Strategy, check_nesting, divides_batch, parse_strategy
 from whale.ir.workload import Prediction, Workload
 
 __all__ = ["ClusterIdentity", "ModelIdentity", "Plan", "PlanAxis", "PlanStage", "PlanState"]
@@ -96,7 +96,7 @@ Autocast = Literal["fp32", "bf16", "fp16"]
 GradientDtype = Literal["fp32", "bf16", "fp16"]
 """The number types in which ranks may sum gradients."""
 
-_LATER = frozenset(("gradient_dtype", "step_in_backward", "precision", "recompute", "state", "offload"))
+_LATER = frozenset(("gradient_dtype", "step_in_backward", "precision", "recompute", "state", "offload", "reduce"))
 """Fields that plans did not have at first: where they say nothing, a plan has the digest that it had without them."""
 
 
@@ -181,6 +181,7 @@ class PlanStage(Record):
         recompute: what its backward computes again, as ``parallelize`` takes it; None: as that says.
         state: how its replicas divide their state; None: as ``parallelize`` says.
         offload: what is in the host's memory; None: as ``parallelize`` says.
+        reduce: how its replicas make one gradient of theirs; None: as ``parallelize`` says.
     """
 
     ranks: Annotated[Ranks, Field(min_length=1)]
@@ -188,6 +189,7 @@ class PlanStage(Record):
     recompute: Recompute | None = None
     state: PlanState | None = None
     offload: Offload | None = None
+    reduce: Reduce | None = None
 
     @model_validator(mode="after")
     def _check(self) -> PlanStage:
@@ -422,10 +424,12 @@ class Plan(FileRecord):
         state_shares: Sequence[float] | str | None = None,
         state_align: str | None = None,
         offload: str | None = None,
+        reduce: str | None = None,
     ) -> None:
         """Refuse arguments that contradict the plan. Where it leaves the precision, the dtype of sums, or the rule, the
         state or the offload of a stage open, any does; and ``"auto"`` is what it says, where it says something."""
         hosted = [(f"stages.{index}.offload", stage.offload) for index, stage in enumerate(self.stages)]
+        sums = [(f"stages.{index}.reduce", stage.reduce) for index, stage in enumerate(self.stages)]
         rules = [(f"stages.{index}.recompute", stage.recompute) for index, stage in enumerate(self.stages)]
         for name, given, field, planned in (
             ("micro_batches", micro_batches, "micro_batches", self.micro_batches),
@@ -435,6 +439,7 @@ class Plan(FileRecord):
             ("step_in_backward", step_in_backward, "step_in_backward", self.step_in_backward),
             *(("recompute", None if recompute == "auto" else recompute, *rule) for rule in rules),
             *(("offload", None if offload == "auto" else offload, *told) for told in hosted),
+            *(("reduce", reduce, *told) for told in sums),
             *self._states(zero, state_shares, state_align),
         ):
             if None not in (given, planned) and given != planned:

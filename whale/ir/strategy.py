@@ -27,7 +27,9 @@ __all__ = [
     "Offloading",
     "RECOMPUTES",
     "REPLICAS",
+    "REDUCES",
     "Recompute",
+    "Reduce",
     "RegionRole",
     "Role",
     "SHARDS",
@@ -90,6 +92,12 @@ class Offloading:
         """Whether forwards keep there what backwards read."""
         return self.offload in ACTIVATIONS_ON_HOST
 
+
+Reduce = Literal["mean", "adasum", "server"]
+"""How replicas make one gradient of theirs: that of the mean loss over all rows; the combination of those of the mean
+loss over each one's rows (`whale.ir.adasum`); or the mean, which the ranks that own a parameter, its servers, sum."""
+
+REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 
 Attention = Literal["gather", "ring", "ulysses"]
 """How ranks that each have a part of a sequence compute its attention: each gathers the keys and values of all; they
@@ -204,6 +212,8 @@ class Strategy:
             the whole model.
         offload: only for ``stage`` and ``replicate``: what is in the host's memory; None: as is said for the whole
             model.
+        reduce: only for ``stage`` and ``replicate``: how its replicas make one gradient of theirs; None: as is said for
+            the whole model.
 
     >>> print(Strategy(kind="split", degree=4), Strategy(kind="split", degree=2, dim=1), Strategy(kind="stage"))
     split(4) split(2, dim=1) stage()
@@ -219,6 +229,7 @@ class Strategy:
     recompute: Recompute | None = None
     state: StateSharding | None = None
     offload: Offload | None = None
+    reduce: Reduce | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -274,6 +285,16 @@ class Strategy:
                 raise AnnotationError(
                     f"{self.kind}(offload={self.offload!r}): unknown; use {', '.join(map(repr, OFFLOADS))}"
                 )
+        if self.reduce is not None:
+            if self.kind not in ("stage", "replicate"):
+                raise AnnotationError(
+                    f"{self.kind}(reduce={self.reduce!r}): replicas have gradients of their own rows; say it of "
+                    "stage(...) or replicate(...), or in parallelize(reduce=...) of the whole model"
+                )
+            if self.reduce not in REDUCES:
+                raise AnnotationError(
+                    f"{self.kind}(reduce={self.reduce!r}): unknown; use {', '.join(map(repr, REDUCES))}"
+                )
 
     @property
     def divides_batch(self) -> bool:
@@ -315,6 +336,7 @@ class Strategy:
         given += [f"recompute={self.recompute!r}"] if self.recompute is not None else []
         given += [str(self.state)] if self.state is not None else []
         given += [f"offload={self.offload!r}"] if self.offload is not None else []
+        given += [f"reduce={self.reduce!r}"] if self.reduce is not None else []
         return f"{self.kind}({', '.join(given)})"
 
 
@@ -329,6 +351,7 @@ _ARGUMENTS = {
     "state_shares": re.compile(r"state_shares=\[(?P<list>[0-9., ]+)\]"),
     "state_align": re.compile(rf"state_align={_WORD}"),
     "offload": re.compile(rf"offload={_WORD}"),
+    "reduce": re.compile(rf"reduce={_WORD}"),
 }
 """How each argument is written, in the order in which they are."""
 _BETWEEN = re.compile(r", (?![^\[]*\])")
@@ -504,7 +527,8 @@ def encode_scopes(path: ScopePath) -> str:
         chosen = None if devices is None else [devices.layout, devices.number, list(devices.ranks), devices.label]
         state = scope.strategy.state
         divided = None if state is None else [state.level, list(state.shares), state.align]
-        more: list[object] = [scope.strategy.recompute, scope.strategy.attention, divided, scope.strategy.offload]
+        given = scope.strategy
+        more: list[object] = [given.recompute, given.attention, divided, given.offload, given.reduce]
         while more and more[-1] is None:
             more.pop()
         rows.append([scope.strategy.kind, scope.strategy.degree, scope.strategy.dim, chosen, scope.region, *more])
@@ -526,7 +550,7 @@ def decode_scopes(text: str) -> ScopePath:
                 devices = DeviceSelection(layout=layout, number=number, ranks=tuple(ranks), label=label)
             if not isinstance(region, str):
                 raise TypeError("a region is a string")
-            recompute, attention, divided, offload = (*more, None, None, None, None)[:4]
+            recompute, attention, divided, offload, reduce = (*more, None, None, None, None, None)[:5]
             state = None if divided is None else StateSharding(divided[0], tuple(divided[1]), divided[2])
             strategy = Strategy(
                 kind=kind,
@@ -537,6 +561,7 @@ def decode_scopes(text: str) -> ScopePath:
                 recompute=recompute,
                 state=state,
                 offload=offload,
+                reduce=reduce,
             )
             path.append(Scope(strategy=strategy, region=region))
     except (ValueError, TypeError, LookupError, UsageError, RecursionError) as error:

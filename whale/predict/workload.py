@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from whale.compile.compilation import Compilation
+from whale.ir.adasum import dot_bytes
 from whale.ir.cluster import Cluster
 from whale.ir.profile import Interference
 from whale.ir.program import ReduceSpec, box_size
@@ -29,7 +30,7 @@ from whale.planner.network.curves import moving_seconds
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers
 from whale.predict.peak_memory import PeakMemory
-from whale.predict.traffic import bucket_bytes, call_bytes, gathered_bytes, summed_bytes
+from whale.predict.traffic import bucket_bytes, call_bytes, first_of_tables, gathered_bytes, summed_bytes
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["Backward", "workload_of"]
@@ -305,6 +306,8 @@ def _reductions(
         if spec.bounds:
             seconds = costs.collective(_scattered_by(costs, spec), spec.ranks, size, num_alike)
             seconds = max(seconds, copies.get(spec.index, 0.0))
+        if spec.adasum is not None:
+            seconds = max(costs.collective("all_to_all", spec.ranks, size, num_alike), copies.get(spec.index, 0.0))
         found.append(
             Reduction(
                 ranks=spec.ranks,
@@ -316,7 +319,28 @@ def _reductions(
                 stretch=cost.beside.stretch if cost.beside is not None else 0.0,
             )
         )
-    return tuple(found)
+    return (*found, *_combinations(compilation, costs))
+
+
+def _combinations(compilation: Compilation, costs: Costs) -> Iterator[Reduction]:
+    """The exchanges after the backwards where gradients are combined: sums of dot products, level by level, and the
+    gathers of what each rank has combined of the buckets of these ranks."""
+    gathers: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, float]] = {}
+    first = frozenset[int]().union(*(first_of_tables(compilation, spec.ranks[0]) for spec in compilation.reduces))
+    for spec, size in zip(compilation.reduces, bucket_bytes(compilation), strict=True):
+        if spec.adasum is None:
+            continue
+        num_bytes, seconds = gathers.get((spec.ranks, spec.stages), (0, 0.0))
+        if not spec.bounds:
+            num_bytes += size
+            seconds += costs.collective("all_gather", spec.ranks, size, _num_alike(compilation, spec))
+        if spec.index in first:
+            for products in dot_bytes(len(spec.adasum.replicas), len(spec.adasum.table)):
+                num_bytes += products
+                seconds += costs.collective("all_reduce", spec.adasum.ranks, products, 1)
+        gathers[spec.ranks, spec.stages] = num_bytes, seconds
+    for (ranks, stages), (num_bytes, seconds) in gathers.items():
+        yield Reduction(ranks=ranks, stages=stages, bytes=num_bytes, seconds=seconds)
 
 
 def _ready(compilation: Compilation, costs: Costs, layers: Sequence[StageLayers]) -> list[float]:
