@@ -121,7 +121,7 @@ def replicate(
     >>> print(replicate(2), replicate(2, zero=3, state_shares=[3, 1]), replicate(reduce="adasum"))
     replicate(2) replicate(2, zero=3, state_shares=[3, 1]) replicate(reduce='adasum')
     """
-    state, hosted = state_of(zero, state_shares, state_align), offload_of(offload)
+    state, hosted = state_of(zero, state_shares, state_align, reduce), offload_of(offload)
     return Annotation(strategy=Strategy(kind="replicate", degree=n, state=state, offload=hosted, reduce=reduce))
 
 
@@ -173,7 +173,7 @@ def stage(
     >>> print(stage(), stage(2, recompute="full"), stage(zero=1, offload=["state", "activations"]))
     stage() stage(2, recompute='full') stage(zero=1, offload='both')
     """
-    state, hosted = state_of(zero, state_shares, state_align), offload_of(offload)
+    state, hosted = state_of(zero, state_shares, state_align, reduce), offload_of(offload)
     return Annotation(
         strategy=Strategy(kind="stage", degree=n, recompute=recompute, state=state, offload=hosted, reduce=reduce)
     )

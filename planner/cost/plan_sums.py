@@ -101,6 +101,9 @@ class PlanSums(PlanKinds):
                     seconds = prices.all_reduce(group, num_alike, num_bytes, stage.layers, kind)
                     size = prices.message_bytes(group, num_bytes, num_alike, stage.layers, divided=kind != "all_reduce")
                     message = prices.over(kind, group, num_alike, size)
+                    if stage.owned and message and stage.expert == 1:
+                        other = prices.over(kind, group, num_alike, size, stage.owned)
+                        seconds, message = seconds * other / message, other
                 after = 0.0
                 if prices.combines and seconds:
                     divided = kind != "all_reduce"

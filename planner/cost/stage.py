@@ -28,7 +28,7 @@ from whale.planner.cost.precision import executed, precision_named
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage_cost import NOTHING, Hop, Memo, Shape, StageCost
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
-from whale.planner.network.communication import collective, send
+from whale.planner.network.communication import collective, owned_seconds, send
 
 __all__ = ["CostModel", "exposed_seconds"]
 
@@ -276,10 +276,18 @@ class CostModel(DeviceGroups):
         which free it."""
         return self.output_bytes(layer, rows) if self.runs else 0.0
 
-    def over(self, kind: str, ranks: Sequence[int], num_alike: int, num_bytes: float) -> float:
-        """Seconds of one collective over a data group, in each of *num_alike* of the stage at once."""
+    def over(
+        self, kind: str, ranks: Sequence[int], num_alike: int, num_bytes: float, shares: Sequence[float] = ()
+    ) -> float:
+        """Seconds of one collective over a data group, in each of *num_alike* of the stage at once; *shares*: of each
+        rank, of what they own, if they are unequal."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
+        if shares and all(type_.is_processor for type_ in self.num_of_types):
+            sharing = self._sharing(ranks, num_alike)
+            even = collective(self.topology, kind, ranks, num_bytes, sharing=sharing)  # type: ignore[arg-type]
+            each = [share for share in shares for _ in range(len(ranks) // len(shares))]
+            return owned_seconds(self.topology, kind, ranks, num_bytes, each, even)
         return self.collective(kind, ranks, num_bytes, self._sharing(ranks, num_alike))
 
     def all_reduce(

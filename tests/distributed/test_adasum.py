@@ -169,7 +169,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: CASES[name][0]))
+@pytest.mark.parametrize("name", [name for size in (2, 3, 4) for name in CASES if CASES[name][0] == size])
 def test_gradients_are_those_of_the_paper(worlds: Worlds, name: str) -> None:
     size, model, rows, layout, speeds, options = CASES[name]
     for errors in worlds.run(size, error, model, rows, layout, speeds, options):
@@ -180,8 +180,8 @@ def rounded(world: World, dtype: str) -> float:
     """The largest error of gradients in low precision, relative to the largest gradient."""
     model, batch = decoder(layers=2).float(), tokens()
     reference = expected(model, batch, each(4, 4))
-    option = "precision" if dtype == "bf16" else "gradient_dtype"
-    made = whale.parallelize(model, batch, device="cpu", reduce="adasum", **{option: "bf16"})
+    option: dict[str, Any] = {"precision" if dtype == "bf16" else "gradient_dtype": "bf16"}
+    made = whale.parallelize(model, batch, device="cpu", reduce="adasum", **option)
     made.train_step(**batch)
     found = made.full_gradients()
     assert all(x.dtype == torch.float32 for x in found.values())
@@ -262,7 +262,7 @@ def refusals(world: World) -> list[str]:
 
 def test_what_has_no_gradients_of_replicas_is_refused(worlds: Worlds) -> None:
     norm, counts, zero, backward, unknown = worlds.run(2, refusals)[0]
-    assert "each of the mean loss over its own rows, but aten._native_batch_norm" in norm and "layers.1" in norm
+    assert "each of the mean loss over its own rows, but aten._native_batch_norm" in norm
     assert "use another operator" in norm
     assert "the loss has sums over rows of the batch" in counts and "divided by the same count" in counts
     assert "zero=2 sums gradients in every micro-batch" in zero and "use zero=1, or one micro-batch" in zero

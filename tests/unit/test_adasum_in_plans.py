@@ -1,4 +1,4 @@
-"""Adasum in plans: the tree of pairs, the messages that a compiled step has, and their price in search and prediction."""
+"""Adasum in plans: the tree of pairs, the messages of a compiled step, and their price in search and prediction."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from whale.cli.options import (
     GRADIENT_DTYPE_HELP,
     PRECISION_HELP,
     REDUCE_HELP,
+    STALENESS_HELP,
     STEP_IN_BACKWARD_HELP,
     note,
     offload_option,
@@ -33,6 +34,7 @@ from whale.cli.options import (
 )
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
+from whale.ir.plan import MAX_STALENESS
 from whale.ir.state import Align, StateSharding
 from whale.ir.strategy import RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 @click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
 @click.option("--step-in-backward", is_flag=True, help=STEP_IN_BACKWARD_HELP)
 @click.option("--reduce", type=click.Choice(REDUCES), help=REDUCE_HELP)
+@click.option("--staleness", type=click.IntRange(0, MAX_STALENESS), default=0, metavar="N", help=STALENESS_HELP)
 @click.option(
     "--recompute",
     type=click.Choice((*RECOMPUTES, "auto")),
@@ -87,6 +90,7 @@ def plan(
     gradient_dtype: str | None,
     step_in_backward: bool,
     reduce: Reduce | None,
+    staleness: int,
     recompute: Recompute | Literal["auto"] | None,
     zero: int | Literal["auto"] | None,
     state_shares: tuple[float, ...] | Literal["auto"] | None,
@@ -125,10 +129,11 @@ def plan(
     cluster = load_cluster(cluster_file, profile)
     if spec is None:
         assert profile is not None
-        for given, option in ((settings, "--set"), (precision, "--precision"), (optimizer != "adamw", "--optimizer")):
+        told = ((settings, "--set"), (precision, "--precision"), (optimizer != "adamw", "--optimizer"))
+        for given, option in (*told, (staleness, "--staleness")):
             if given:
                 raise UsageError(f"{option} is for --model")
-        state = _of_level(zero, state_shares, state_align, offload)
+        state = _of_level(zero, state_shares, state_align, offload, reduce)
         size = (batch_size, micro_batches, schedule, stages or 1, replicas)
         choice = _of_profile(
             profile, cluster, *size, recompute, state, gradient_dtype, step_in_backward, offload, reduce
@@ -139,7 +144,7 @@ def plan(
         if state_align == "row":
             raise UsageError(f"--state-align row: {optimizer} computes with whole matrices; use parameter")
         state_align = "parameter"
-    state = sharding_of(zero, state_shares, state_align, offload)
+    state = sharding_of(zero, state_shares, state_align, offload, reduce)
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
 
     from whale.annotations import module_scopes
@@ -215,6 +220,7 @@ def plan(
             gradient_dtype=gradient_dtype,
             step_in_backward=step_in_backward,
             reduce=reduce,
+            staleness=staleness,
             recompute="none" if recompute is None or recompute == "auto" else recompute,
             state=None if zero == "auto" else state,
             offload="none" if offload is None or offload == "auto" else offload,
@@ -280,11 +286,12 @@ def _of_level(
     shares: tuple[float, ...] | Literal["auto"] | None,
     align: Align | None,
     offload: Offload | Literal["auto"] | None,
+    reduce: Reduce | None,
 ) -> StateSharding | None:
     """How replicas divide their state, where there is no model."""
     if zero == "auto" or shares == "auto":
         raise UsageError("--zero auto and --state-shares auto count the bytes of a model: give --model, or numbers")
-    return sharding_of(zero, shares, align, offload)
+    return sharding_of(zero, shares, align, offload, reduce)
 
 
 def _of_word(offload: Offload | Literal["auto"] | None) -> Offload:

@@ -155,6 +155,7 @@ def make_plan(
         precision=options.precision,  # type: ignore[arg-type]
         gradient_dtype=options.gradient_dtype,  # type: ignore[arg-type]
         step_in_backward=options.step_in_backward or None,
+        staleness=options.staleness or None,
         annotations={key: tuple(texts) for key, texts in (annotations or {}).items()},
         stages=tuple(_even(first, stage) for stage in first.stages),
     )

@@ -113,7 +113,7 @@ def assemble(
     ]
     order = list(early)
     buckets.sort(key=lambda b: order.index(b.index))
-    reducer = Reducer(buckets, failures, transport) if buckets else None
+    reducer = Reducer(buckets, failures, transport, staleness=step.staleness) if buckets else None
     executor = Executor(
         rank=rank,
         program=step.program,

@@ -50,7 +50,8 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "offlo
 class Options:
     """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
     ``precision`` is that of ``torch.autocast`` under which it computes, ``gradient_dtype`` that in which gradients are
-    summed. ``step_in_backward`` asks for parameters to be updated as soon as their gradients are summed. ``recompute``
+    summed. ``step_in_backward`` asks for parameters to be updated as soon as their gradients are summed,
+    ``staleness`` for sums that servers have that many steps later. ``recompute``
     says what backwards compute again, of all stages or of each, where neither the plan nor an annotation says it.
     ``compile`` asks for compiled kernels, ``cuda_graphs`` for recorded ones; ``local_rows`` says that ranks bring their
     own rows of a batch alone. ``state`` divides parameters, gradients and optimizer states, of
@@ -69,6 +70,7 @@ class Options:
     precision: str | None = None
     gradient_dtype: str | None = None
     step_in_backward: bool = False
+    staleness: int = 0
     recompute: Recompute | tuple[Recompute, ...] = "none"
     compile: bool = False
     cuda_graphs: bool = False
@@ -116,7 +118,11 @@ def compile_traced(
     stages = _place_stages(traced, cut, assignment, rows, device, report, stored or {})
     rules = rules_of(cut, options)
     hosted = offloads_of(cut, options)
-    states = [_on_host(state, offload) for state, offload in zip(states_of(cut, options), hosted, strict=True)]
+    reduces_by = reduces_of(cut, options)
+    states = [
+        _served(_on_host(state, offload), reduce)
+        for state, offload, reduce in zip(states_of(cut, options), hosted, reduces_by, strict=True)
+    ]
     for stage, state in zip(stages, states, strict=True):
         if state is not None and state.level and not captured.has_loss and stored is None:
             raise UsageError(
@@ -124,7 +130,8 @@ def compile_traced(
                 "loss: give parallelize one with which there is a loss"
             )
     num = len(cluster.devices)
-    reduces_by = reduces_of(cut, options)
+    if options.staleness:
+        _check_late(options, stages, reduces_by, states)
     if "adasum" in reduces_by:
         stages = _with_replicas(traced, cut, assignment, stages, options)
     stages = tuple(
@@ -166,6 +173,7 @@ def compile_traced(
         rank_specs=specs,
         gradient_dtype=gradient_dtype,
         step_in_backward=options.step_in_backward,
+        staleness=options.staleness,
         is_of_several=len(rows) > 1,
     )
     if stored is None:
@@ -325,8 +333,34 @@ def reduces_of(cut: Partition, options: Options) -> tuple[Reduce, ...]:
     """
     planned: list[Reduce | None] = []
     planned += [stage.reduce for stage in options.plan.stages] if options.plan is not None else []
-    told = _told(cut, planned, lambda strategy: strategy.reduce, "reduce")
-    return tuple(own or options.reduce or "mean" for own in told)
+    told: tuple[Reduce | None, ...] = _told(cut, planned, lambda strategy: strategy.reduce, "reduce")
+    otherwise: Reduce = options.reduce or "mean"
+    return tuple(own or otherwise for own in told)
+
+
+def _check_late(
+    options: Options,
+    stages: Sequence[PlacedStage],
+    reduces_by: Sequence[Reduce],
+    states: Sequence[StateSharding | None],
+) -> None:
+    """Refuse late sums where there are no servers that could have them late.
+
+    Raises:
+        UsageError: says where.
+    """
+    told = f"staleness={options.staleness}: "
+    for stage, reduce, state in zip(stages, reduces_by, states, strict=True):
+        if reduce != "server":
+            raise UsageError(
+                f"{told}the sums of servers come late, but stage {stage.index} has reduce={reduce!r}: use "
+                "reduce='server', or leave staleness out"
+            )
+        if state is not None and state.level > 1:
+            raise UsageError(f"{told}servers have the sums of whole steps late, but zero={state.level}: leave zero out")
+    if options.step_in_backward or options.precision == "fp16":
+        other = "step_in_backward=True" if options.step_in_backward else "precision='fp16'"
+        raise UsageError(f"{told}{other} needs the gradients of a step in it; leave one of them out")
 
 
 def _with_replicas(
@@ -387,6 +421,13 @@ def _on_host(state: StateSharding | None, offload: Offload) -> StateSharding | N
     if offload not in STATE_ON_HOST or (state is not None and state.level):
         return state
     return StateSharding(1)
+
+
+def _served(state: StateSharding | None, reduce: Reduce) -> StateSharding | None:
+    """How a stage divides its state: servers own whole parameters."""
+    if reduce != "server":
+        return state
+    return replace(state, align="parameter") if state is not None and state.level else StateSharding(1, (), "parameter")
 
 
 def _strategies(graph: TaskGraph) -> list[Strategy]:

@@ -91,6 +91,7 @@ class RankStep:
         sums: those over rows of all ranks, in steps of local batches.
         units: buckets of which the rank owns a stretch.
         count: the divisor of the loss of each replica, if their gradients are combined and it is no number.
+        staleness: steps after which owners have the sums of a step.
     """
 
     program: Program
@@ -104,6 +105,7 @@ class RankStep:
     sums: RankSums = RankSums(likes=(), terms=())
     units: tuple[Unit, ...] = ()
     count: RankCount | None = None
+    staleness: int = 0
 
 
 def rank_step(
@@ -176,6 +178,7 @@ def rank_step(
         sums=_sums_of(compilation, rank),
         units=units,
         count=_count_of(compilation, rank),
+        staleness=compilation.staleness,
     )
 
 

@@ -90,13 +90,18 @@ Schedule = Annotated[
 ]
 Share = int | float
 
+MAX_STALENESS = 64
+"""Limit on the number of steps by which sums may be late; a rank keeps the gradients of all of them."""
+
 Autocast = Literal["fp32", "bf16", "fp16"]
 """The precisions of ``parallelize``."""
 
 GradientDtype = Literal["fp32", "bf16", "fp16"]
 """The number types in which ranks may sum gradients."""
 
-_LATER = frozenset(("gradient_dtype", "step_in_backward", "precision", "recompute", "state", "offload", "reduce"))
+_LATER = frozenset(
+    ("gradient_dtype", "step_in_backward", "precision", "recompute", "state", "offload", "reduce", "staleness")
+)
 """Fields that plans did not have at first: where they say nothing, a plan has the digest that it had without them."""
 
 
@@ -273,6 +278,7 @@ class Plan(FileRecord):
         precision: as ``parallelize`` takes it; None: as that says.
         gradient_dtype: as ``parallelize`` takes it; None: as that says.
         step_in_backward: as ``parallelize`` takes it; None: as that says.
+        staleness: as ``parallelize`` takes it; None: as that says.
         annotations: for an unmodified model, by module path as ``whale.annotate`` takes them; each strategy is written
             as ``"split(4)"``, several from outer to inner as a list. Empty: the model is annotated.
         stages: of the pipeline, in order; empty: the annotations decide.
@@ -291,6 +297,7 @@ class Plan(FileRecord):
     precision: Autocast | None = None
     gradient_dtype: GradientDtype | None = None
     step_in_backward: bool | None = None
+    staleness: Annotated[int, Field(ge=0, le=MAX_STALENESS)] | None = None
     annotations: dict[Annotated[str, AfterValidator(_check_key)], Strategies] = Field(default_factory=dict)
     stages: Annotated[tuple[PlanStage, ...], Field(strict=False)] = ()
     assumptions: Annotated[tuple[Annotated[str, StringConstraints(max_length=400)], ...], Field(strict=False)] = ()
@@ -419,6 +426,7 @@ class Plan(FileRecord):
         precision: str | None = None,
         gradient_dtype: str | None = None,
         step_in_backward: bool | None = None,
+        staleness: int | None = None,
         recompute: str | None = None,
         zero: int | None = None,
         state_shares: Sequence[float] | str | None = None,
@@ -437,6 +445,7 @@ class Plan(FileRecord):
             ("precision", precision, "precision", self.precision),
             ("gradient_dtype", gradient_dtype, "gradient_dtype", self.gradient_dtype),
             ("step_in_backward", step_in_backward, "step_in_backward", self.step_in_backward),
+            ("staleness", staleness, "staleness", self.staleness),
             *(("recompute", None if recompute == "auto" else recompute, *rule) for rule in rules),
             *(("offload", None if offload == "auto" else offload, *told) for told in hosted),
             *(("reduce", reduce, *told) for told in sums),

@@ -375,12 +375,17 @@ def _number(text: str) -> float:
         raise AnnotationError(f"state_shares has {text.strip()!r}, which is no number") from None
 
 
-def state_of(zero: int | None, shares: Sequence[float] | None, align: Align | None) -> StateSharding | None:
-    """How state is divided, by the arguments of an annotation; None if it does not say it.
+def state_of(
+    zero: int | None, shares: Sequence[float] | None, align: Align | None, reduce: str | None = None
+) -> StateSharding | None:
+    """How state is divided, by the arguments of an annotation; None if it does not say it. Servers own whole
+    parameters.
 
     Raises:
         AnnotationError: they contradict each other, or are not of these.
     """
+    if reduce == "server" and not zero:
+        zero, align = 1, "parameter"
     if zero is None and shares is None and align is None:
         return None
     try:
@@ -433,7 +438,8 @@ def parse_strategy(text: str) -> Strategy:
             "split(2, dim=1), split(2, dim=1, attention='ring'), stage(recompute='full'), or replicate(zero=3)"
         )
     given = dict(told)
-    state = state_of(*(given.pop(name, None) for name in ("zero", "state_shares", "state_align")))
+    zero, shares, align = (given.pop(name, None) for name in ("zero", "state_shares", "state_align"))
+    state = state_of(zero, shares, align, given.get("reduce"))
     return Strategy(kind=found["kind"], state=state, **given)  # type: ignore[arg-type]
 
 

@@ -408,6 +408,24 @@ class Engine:
                     "apart: give each its own"
                 )
 
+    def drain(self) -> bool:
+        """Leave owners the gradients of the oldest step whose sums are on their way; whether there was one."""
+        units = self.tensors.units if isinstance(self.tensors, HeldTensors) else None
+        return sum(unit.leave_oldest(0) for unit in (units or {}).values()) > 0
+
+    def check_drained(self, what: str) -> None:
+        """Refuse something that would leave out gradients that are on their way.
+
+        Raises:
+            UsageError: there are some.
+        """
+        units = self.tensors.units if isinstance(self.tensors, HeldTensors) else None
+        if any(unit.late for unit in (units or {}).values()):
+            raise UsageError(
+                f"{what} would leave out gradients that are on their way to servers (staleness): first call "
+                "`while model.drain(): optimizer.step(); optimizer.zero_grad()`"
+            )
+
     def check_gradients_stay(self, what: str) -> None:
         """Refuse something that reads gradients after a step which has freed them.
 

@@ -7,6 +7,7 @@ part of the whole buffer, so that nothing is held twice; else the whole is made 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -190,6 +191,8 @@ class HeldUnit:
             name: GradientSlot(shape, unit.dtype, device) for name, shape in zip(unit.names, unit.shapes, strict=True)
         }
         self._arriving: _Arriving | None = None
+        self.late: deque[Scattered] = deque()
+        """Sums of earlier steps that are on their way."""
 
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.unit.dtype, device=self.device)
@@ -447,6 +450,14 @@ class HeldUnit:
             else:
                 tensor.grad.add_(gradient)
 
+    def leave_oldest(self, most: int) -> bool:
+        """Add the sum of the oldest of more than *most* late steps to the gradients of what this rank owns; whether
+        there was one."""
+        if len(self.late) <= most:
+            return False
+        self.add_gradients(self.sum_of(self.late.popleft()))
+        return True
+
     def wait_for(self, work: dist.Work, what: str) -> None:
         """Wait for communication; *what* is in the error if it fails."""
         spec = self.unit.spec
@@ -457,6 +468,7 @@ class HeldUnit:
         """The same without other ranks, and with no gradients."""
         made = HeldUnit.__new__(HeldUnit)
         made.__dict__.update(self.__dict__)
+        made.late = deque()
         made.group = made.sum_group = DryGroup("", self.unit.spec.ranks, [])
         made.slots = {n: GradientSlot(slot.shape, slot.dtype, slot.device) for n, slot in self.slots.items()}
         made.begin()

@@ -106,13 +106,16 @@ class Reducer:
     two buckets are on their way at a time.
     *failures* knows which rank this is; *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
     Gradients of replicas are combined in `finish`, for which *counts* says what each replica's loss is divided by. They
-    are no sum, so what is accumulated is on all ranks, to which all add the same.
+    are no sum, so what is accumulated is on all ranks, to which all add the same. With a *staleness* a step leaves
+    owners the sums of that many steps before it, and its own are on their way meanwhile.
 
     Raises:
         UsageError: parameters of a bucket differ in dtype or device, or one is in two buckets.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], failures: Failures, transport: Any = dist) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], failures: Failures, transport: Any = dist, *, staleness: int = 0
+    ) -> None:
         self.buckets = tuple(buckets)
         self._failures = failures
         self._transport = transport
@@ -127,6 +130,7 @@ class Reducer:
         self._update: Update | None = None
         self.sums_each = any(bucket.each for bucket in buckets)
         self.counts: Counts | None = None
+        self._staleness = staleness
         seen: set[Holder] = set()
         for bucket in self.buckets:
             kinds = {(parameter.dtype, parameter.device) for parameter in bucket.parameters}
@@ -220,6 +224,8 @@ class Reducer:
             bucket = pending.bucket
             if bucket.unit is not None and pending.own is not None:
                 bucket.unit.add_gradients(pending.own)
+            if bucket.unit is not None and self._staleness:
+                bucket.unit.leave_oldest(self._staleness)
             self._wait(pending)
             self._write(pending)
         self._pending = []
@@ -350,6 +356,9 @@ class Reducer:
             if bucket.unit is not None:
                 self._land(1)
                 scattered = bucket.unit.scatter(bucket.exchanged(self._take(pending)))
+                if self._staleness:
+                    bucket.unit.late.append(scattered)
+                    return
                 self._flying.append((pending, scattered, last))
                 return
             if self._update is not None:
