@@ -91,7 +91,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
     "a pipeline in bfloat16": (STAGES, {"micro_batches": 4, "precision": "bf16"}, "adamw"),
     "gradients summed in bfloat16": ({"": replicate()}, {"gradient_dtype": "bf16"}, "adamw"),
     "gradients combined": ({"": replicate()}, {"reduce": "adasum"}, "adamw"),
-    "gradients combined in stretches": ({"": replicate()}, {"reduce": "adasum", "zero": 1}, "adamw"),
     "stretches of gradients summed in bfloat16": (
         {"": replicate()},
         {"zero": 2, "micro_batches": 2, "gradient_dtype": "bf16"},
