@@ -24,7 +24,7 @@ from whale.graph.partition import is_random
 from whale.graph.values import Value, needs_grad, output_shapes, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
 from whale.ir.state import StateSharding
-from whale.ir.strategy import Offload, Offloading, Recompute
+from whale.ir.strategy import Offload, Offloading, Recompute, Reduce
 from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.attention import CausalRows, has_kernel
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
@@ -58,7 +58,9 @@ class PlacedStage(Offloading):
     (:mod:`whale.strategies.folding`). ``summed`` are sums over rows that ranks exchange before a step
     (:mod:`whale.strategies.row_sums`). ``recompute`` says what its backward computes again
     (:mod:`whale.strategies.recompute`), ``state`` how its ranks divide the state of what they sum; None: all have all.
-    ``offload`` says what is in the host's memory. ``origin`` identifies the search that found the placements: stages
+    ``offload`` says what is in the host's memory, ``reduce`` how its replicas make one gradient of theirs; if they
+    combine them, ``row_axes`` are, for each parameter and the loss, the axes of the mesh along which all that reads
+    (computes) it is replicated. ``origin`` identifies the search that found the placements: stages
     with the same one differ only in their index, their ranks, their state, where it is, what is omitted and what is
     computed again. ``price`` is the solver's, on all axes.
     """
@@ -77,9 +79,11 @@ class PlacedStage(Offloading):
     returned: tuple[tuple[int, Value, Placements], ...] = ()
     omitted: frozenset[fx.Node] = frozenset()
     summed: tuple[Value, ...] = ()
+    row_axes: Mapping[Value, tuple[int, ...]] = field(default_factory=dict)
     recompute: Recompute = "none"
     state: StateSharding | None = None
     offload: Offload = "none"
+    reduce: Reduce = "mean"
     price: float = field(default=0.0, compare=False)
     origin: object = field(default_factory=object, compare=False)
 

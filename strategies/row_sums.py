@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import fx
 
+from whale.errors import UsageError
 from whale.graph.capture import Captured
 from whale.graph.partition import is_random
-from whale.graph.values import Value, is_call
+from whale.graph.values import Value, is_call, resolve
 from whale.ir.placement import Placement
 from whale.runtime.local_program import LocalProgram
 from whale.strategies.analysis import Analysis, Choice
@@ -23,7 +25,16 @@ from whale.strategies.layout import Interval, Layout, Placements
 from whale.strategies.local_graph import Emitter
 from whale.strategies.lowering import MICRO_BATCH, Lowering, PlacedStage, at_micro_batch
 
-__all__ = ["RowSums", "row_sums"]
+__all__ = ["RowSums", "counts_of_loss", "row_sums", "term_of_sum"]
+
+aten = torch.ops.aten
+
+_LINEAR = frozenset((
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar,
+    aten.neg.default, aten.div.Scalar, aten.to.dtype, aten._to_copy.default, aten.view.default, aten.reshape.default,
+    aten.alias.default,
+))  # fmt: skip
+"""Operators of losses whose result is a mean over the rows if their operands are, of one count."""
 
 _FORMS = ("", "mean")
 """Forms of operators whose terms add up, and that do not ask for their position."""
@@ -73,6 +84,75 @@ def row_sums(captured: Captured, analysis: Analysis, stages: Sequence[PlacedStag
         stage.index: tuple(n for n, value in enumerate(values) if owners[value] == stage.index) for stage in stages
     }
     return RowSums(captured=captured, analysis=analysis, values=values, of_stage=of_stage)
+
+
+def counts_of_loss(
+    captured: Captured, analysis: Analysis, stage: PlacedStage
+) -> tuple[frozenset[Value | None], frozenset[Value]]:
+    """The divisors of the terms of the loss: sums over rows of the batch alone, such as the number of labels that
+    count, or None for a number; and other sums over rows that *stage*, which computes the loss, reads."""
+    assert stage.loss is not None
+    found: set[Value | None] = set()
+    waiting = [stage.loss]
+    while waiting:
+        value = waiting.pop()
+        node = value[0]
+        trained = [v for v in analysis.ops[node].operands if _is_trained(captured, v)] if is_call(node) else []
+        if node.target is aten.div.Tensor and isinstance(node.args[1], fx.Node) and trained:
+            below = _sums_in(captured, analysis, resolve(node.args[1]))
+            if below:
+                found |= below
+                continue
+        if node.target in _LINEAR or (node.target is aten.div.Tensor and trained):
+            waiting += trained
+        else:
+            found.add(None)
+    return frozenset(found), frozenset(_read_sums(captured, analysis, stage)) - found
+
+
+def _is_trained(captured: Captured, value: Value) -> bool:
+    """Whether a value depends on a parameter."""
+    seen, waiting = set[fx.Node](), [value[0]]
+    while waiting:
+        node = waiting.pop()
+        if node.name in captured.parameters:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return False
+
+
+def _sums_in(captured: Captured, analysis: Analysis, value: Value) -> set[Value]:
+    """The sums over rows of which a value is computed, of the batch alone."""
+    found, waiting = set[Value](), [value]
+    while waiting:
+        one = waiting.pop()
+        if not is_call(one[0]) or _is_trained(captured, one):
+            continue
+        if _sums_rows(captured, analysis, one):
+            found.add(one)
+        else:
+            waiting += analysis.ops[one[0]].operands
+    return found
+
+
+def term_of_sum(
+    captured: Captured, analysis: Analysis, stage: PlacedStage, rank: int, value: Value
+) -> LocalProgram | None:
+    """The program of this rank's term of a sum over rows that a stage reads; None if another rank has the same.
+
+    Raises:
+        UsageError: it cannot be computed from the rows of one rank.
+    """
+    lowering = _Terms(captured, analysis, stage, rank)
+    try:
+        return lowering.program([value]) if lowering.counts(value) else None
+    except _NotInPartsError as error:
+        raise UsageError(
+            f"{value[0].name} sums over rows of the batch, but cannot be computed from those of one replica, as "
+            "reduce='adasum' needs it: use reduce='mean'"
+        ) from error
 
 
 def _read_sums(captured: Captured, analysis: Analysis, stage: PlacedStage) -> Iterator[Value]:

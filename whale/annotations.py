@@ -28,6 +28,7 @@ from whale.ir.strategy import (
     Attention,
     DeviceSelection,
     Recompute,
+    Reduce,
     Scope,
     ScopePath,
     Strategy,
@@ -109,18 +110,19 @@ def replicate(
     state_shares: Sequence[float] | None = None,
     state_align: Align | None = None,
     offload: str | Sequence[str] | None = None,
+    reduce: Reduce | None = None,
 ) -> Annotation:
     """Data parallelism: *n* replicas of the region, each with a share of the batch; None takes the remaining devices.
 
     *zero*, *state_shares* and *state_align* say how replicas divide the state of the stage that the region is in,
-    *offload* what is in the host's memory, as those of ``parallelize`` do for stages that do not say it. Shares are of
-    each replica, or of each rank of the stage.
+    *offload* what is in the host's memory, and *reduce* how they make one gradient of theirs, as those of
+    ``parallelize`` do for stages that do not say it. Shares are of each replica, or of each rank of the stage.
 
-    >>> print(replicate(2), replicate(2, zero=3, state_shares=[3, 1]))
-    replicate(2) replicate(2, zero=3, state_shares=[3, 1])
+    >>> print(replicate(2), replicate(2, zero=3, state_shares=[3, 1]), replicate(reduce="adasum"))
+    replicate(2) replicate(2, zero=3, state_shares=[3, 1]) replicate(reduce='adasum')
     """
-    state, hosted = state_of(zero, state_shares, state_align), offload_of(offload)
-    return Annotation(strategy=Strategy(kind="replicate", degree=n, state=state, offload=hosted))
+    state, hosted = state_of(zero, state_shares, state_align, reduce), offload_of(offload)
+    return Annotation(strategy=Strategy(kind="replicate", degree=n, state=state, offload=hosted, reduce=reduce))
 
 
 @known_arguments(AnnotationError)
@@ -159,19 +161,22 @@ def stage(
     state_shares: Sequence[float] | None = None,
     state_align: Align | None = None,
     offload: str | Sequence[str] | None = None,
+    reduce: Reduce | None = None,
 ) -> Annotation:
     """Pipeline parallelism: the region is one stage on *n* devices of its own; None takes as many as its regions need,
     or 1.
 
     *recompute* says what the stage's backward computes again, *zero*, *state_shares* and *state_align* how its replicas
-    divide their state, *offload* what is in the host's memory, as those of ``parallelize`` do for stages that do not
-    say it.
+    divide their state, *offload* what is in the host's memory, *reduce* how they make one gradient of theirs, as those
+    of ``parallelize`` do for stages that do not say it.
 
     >>> print(stage(), stage(2, recompute="full"), stage(zero=1, offload=["state", "activations"]))
     stage() stage(2, recompute='full') stage(zero=1, offload='both')
     """
-    state, hosted = state_of(zero, state_shares, state_align), offload_of(offload)
-    return Annotation(strategy=Strategy(kind="stage", degree=n, recompute=recompute, state=state, offload=hosted))
+    state, hosted = state_of(zero, state_shares, state_align, reduce), offload_of(offload)
+    return Annotation(
+        strategy=Strategy(kind="stage", degree=n, recompute=recompute, state=state, offload=hosted, reduce=reduce)
+    )
 
 
 @known_arguments(AnnotationError)

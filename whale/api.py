@@ -35,7 +35,7 @@ from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import GradientDtype, Plan
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import RECOMPUTES, STATE_ON_HOST, Offload, Recompute, offload_of
+from whale.ir.strategy import RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce, offload_of
 from whale.planner.assignment.assign import Preference
 from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
@@ -82,6 +82,8 @@ def parallelize(
     state_shares: Sequence[float] | Literal["auto"] | None = None,
     state_align: Align | None = None,
     offload: str | Sequence[str] | None = None,
+    reduce: Reduce | None = None,
+    staleness: int | None = None,
     step_in_backward: bool | None = None,
     compile: bool = False,
     cuda_graphs: bool = False,
@@ -157,6 +159,17 @@ def parallelize(
             Without zero it is 1. The model may be on the CPU then, whatever the device is. ``auto``: in each stage the
             least with which its devices hold it, after zero and recompute; ``plan="auto"`` then may use it where
             nothing fits without.
+        reduce: how replicas make one gradient of theirs, in stages of which neither the plan nor an annotation
+            (``whale.stage(reduce=...)`` or ``whale.replicate(reduce=...)``) says it. ``mean`` (the default): that of
+            the mean loss over all rows, as the local model has it. ``adasum``: each replica has the gradient of the
+            mean loss over its own rows, and pairs of them are combined for each parameter: their sum where they are
+            orthogonal, their mean where they are equal (Maleki et al. 2020). ``server``: the mean, as with parameter
+            servers: each parameter has one rank, which gets its gradient from all, and sends it to all when it is
+            updated; ``state_shares`` says how many bytes each rank serves, 0 if none. See docs/sums.md.
+        staleness: with ``reduce="server"``, how many steps later servers have the gradients of a step, which travel
+            beside these steps: a step leaves the gradients that the one *staleness* steps before it made, with the
+            parameters of then, and the first ones leave none. ``model.drain()`` leaves those of the last steps. 0 by
+            default: those of this step.
         step_in_backward: let ``train_step`` update the parameters of each bucket of gradients when these are summed,
             and free them: no rank then has all gradients of a step with one micro-batch. The script's optimizer,
             made after parallelize, and its loop stay as they are, and so do the bits; ``optimizer.step()`` ends the
@@ -195,6 +208,10 @@ def parallelize(
         _check_precision(precision)
     if gradient_dtype is not None:
         check_choice("gradient_dtype", gradient_dtype, get_args(GradientDtype))
+    if reduce is not None:
+        check_choice("reduce", reduce, REDUCES)
+    if staleness is not None:
+        check_count("staleness", staleness, least=0)
     check_type("step_in_backward", step_in_backward, (bool, type(None)), "True or False")
     check_type("seed", seed, (int, type(None)), "a whole number")
     if loss_fn is not None and not callable(loss_fn):
@@ -226,6 +243,8 @@ def parallelize(
             state_shares=state_shares,
             state_align=state_align,
             offload=hosted,
+            reduce=reduce,
+            staleness=staleness,
         )
     options = Options(
         micro_batches=micro_batches if micro_batches is not None else plan.micro_batches if plan else 1,
@@ -240,8 +259,10 @@ def parallelize(
         step_in_backward=bool(plan.step_in_backward if plan and step_in_backward is None else step_in_backward),
         recompute="none" if recompute is None or recompute == "auto" else recompute,
         local_rows=batch != "global",
-        state=None if automatic else _state(zero, state_shares, state_align, hosted),
+        state=None if automatic else _state(zero, state_shares, state_align, hosted, reduce),
         offload="none" if hosted is None or hosted == "auto" else hosted,
+        reduce=reduce,
+        staleness=(plan.staleness if plan and staleness is None else staleness) or 0,
     )
     launch = describe(device)
     if cuda_graphs:
@@ -391,10 +412,13 @@ def _state(
     shares: Sequence[float] | Literal["auto"] | None,
     align: Align | None,
     hosted: Offload | Literal["auto"] | None,
+    reduce: Reduce | None,
 ) -> StateSharding | None:
     """How the state of parameters is divided; where the level or the shares are chosen later, with any."""
     if shares is not None and shares != "auto":
         check_type("state_shares", shares, (list, tuple), "a list of numbers, or 'auto'")
+    if reduce == "server" and not zero:
+        zero, align = 1, "parameter"
     if not zero and hosted in (None, "none", "activations") and (shares or align):
         raise UsageError("state_shares and state_align say how zero= divides the state: give zero=1, 2 or 3")
     level = 1 if zero == "auto" or (hosted in STATE_ON_HOST and not zero) else zero

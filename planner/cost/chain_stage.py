@@ -63,6 +63,12 @@ class ChainStage(Offloading):
         return sum(shares[index * each : (index + 1) * each]) / sum(shares) if shares else 1 / self.data
 
     @property
+    def owned(self) -> tuple[float, ...]:
+        """The parts of the state that replicas own; () are equal ones."""
+        found = tuple(self.share(index) for index in range(self.data)) if self.level else ()
+        return found if len(set(found)) > 1 else ()
+
+    @property
     def size(self) -> int:
         """Ranks of a replica."""
         return self.tensor * lcm(self.expert, self.context)

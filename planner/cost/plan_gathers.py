@@ -95,6 +95,6 @@ def sharded_units(prices: CostModel, stage: ChainStage, kind: Kind, micro_batche
 def _exchanged(prices: CostModel, stage: ChainStage, kind: str, dense: float, experts: float) -> float:
     """Seconds of a collective over those that hold bytes of dense parameters, and of experts, whom fewer hold."""
     if stage.expert == 1:
-        return prices.over(kind, stage.data_group, stage.tensor, dense + experts)
+        return prices.over(kind, stage.data_group, stage.tensor, dense + experts, stage.owned)
     own = prices.over(kind, stage.data_group[:: stage.expert], stage.tensor * stage.expert, experts)
     return own + prices.over(kind, stage.data_group, stage.tensor, dense)

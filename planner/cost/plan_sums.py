@@ -22,13 +22,15 @@ SCATTERED_BEFORE = 0.3
 
 
 class _Sum(NamedTuple):
-    """The sum of gradients over a data group, one of *num_alike*: bytes, and seconds of all and of one message."""
+    """The sum of gradients over a data group, one of *num_alike*: bytes, seconds of all and of one message, and of what
+    must wait for the end of the backward."""
 
     group: tuple[int, ...]
     num_alike: int
     bytes: float
     seconds: float
     message: float
+    after: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,9 @@ class PlanSums(PlanKinds):
                 slowdown=slowdown,
                 stretch=stretch,
             )
+            if after := sum(one.after for one in sums):
+                size_after = round(sum(one.bytes for one in sums))
+                yield Reduction(ranks=ranks, stages=own, bytes=size_after, seconds=after)
         for readers, shared in apart:
             owners = self._owners(readers)
             degree = min(self.stages[index].tensor for index in owners)
@@ -69,6 +74,8 @@ class PlanSums(PlanKinds):
             if prices.runs and self._are_unlike(owners):  # then it is whole on each rank, and all of them sum it
                 degree, group = 1, tuple(rank for index in owners for rank in self.stages[index].ranks)
             seconds = prices.over("all_reduce", group, degree, shared / degree * size)
+            if prices.combines:
+                seconds = prices.all_reduce(group, degree, shared / degree * size)
             ranks = tuple(kind.rank for index in owners for kind in self.kinds[index])
             yield Reduction(ranks=ranks, stages=owners, bytes=round(shared / degree * size), seconds=seconds)
 
@@ -94,11 +101,18 @@ class PlanSums(PlanKinds):
                     seconds = prices.all_reduce(group, num_alike, num_bytes, stage.layers, kind)
                     size = prices.message_bytes(group, num_bytes, num_alike, stage.layers, divided=kind != "all_reduce")
                     message = prices.over(kind, group, num_alike, size)
+                    if stage.owned and message and stage.expert == 1:
+                        other = prices.over(kind, group, num_alike, size, stage.owned)
+                        seconds, message = seconds * other / message, other
+                after = 0.0
+                if prices.combines and seconds:
+                    divided = kind != "all_reduce"
+                    seconds, after = prices.combining(group, num_alike, num_bytes, stage.layers, divided=divided)
                 if stage.state_on_host:
                     link = len(group) * link_to_host(prices.cluster, group[0])
                     seconds, message = max(seconds, num_bytes / link), max(message, size / link)
-                if slowest is None or seconds > slowest.seconds:
-                    slowest = _Sum(group, num_alike, num_bytes, seconds, message)
+                if slowest is None or seconds + after > slowest.seconds + slowest.after:
+                    slowest = _Sum(group, num_alike, num_bytes, seconds, message, after)
             found.extend([slowest] if slowest else [])
         return found
 

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from whale.ir.adasum import dot_bytes
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import LayerVariant, ModelProfile
+from whale.ir.strategy import Reduce
 from whale.planner.cost.buckets import bucket_bytes, largest_packed, num_buckets_of
 from whale.planner.cost.groups import DeviceGroups, TensorGroup
 from whale.planner.cost.hosts import link_to_host, stepping_on_host, with_copies
@@ -27,7 +29,7 @@ from whale.planner.cost.precision import executed, precision_named
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage_cost import NOTHING, Hop, Memo, Shape, StageCost
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
-from whale.planner.network.communication import collective, send
+from whale.planner.network.communication import collective, owned_seconds, send
 
 __all__ = ["CostModel", "exposed_beside", "exposed_seconds"]
 
@@ -38,9 +40,11 @@ class CostModel(DeviceGroups):
 
     Attributes:
         batch: rows of the step, all of which every device of Whale's stack holds.
+        reduce: how replicas of all stages make one gradient of theirs, as Whale runs it.
     """
 
     batch: int = 0
+    reduce: Reduce = "mean"
     _messages: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -55,10 +59,11 @@ class CostModel(DeviceGroups):
         batch: int = 0,
         gradient_dtype: str | None = None,
         step_in_backward: bool = False,
+        reduce: Reduce = "mean",
         known: Memo | None = None,
     ) -> CostModel:
         """Return the prices, with what is *known*. Ranks sum gradients in *gradient_dtype*, by default in their own,
-        and step the optimizer in the backward if *step_in_backward*.
+        and step the optimizer in the backward if *step_in_backward*; *reduce* says how replicas make one gradient.
 
         Raises:
             UsageError: a device does not have the precision, or the profile is of another.
@@ -78,6 +83,7 @@ class CostModel(DeviceGroups):
             batch=batch,
             summed_bytes=summed,
             step_in_backward=step_in_backward,
+            reduce=reduce,
             memo=memo,
         )
 
@@ -304,10 +310,18 @@ class CostModel(DeviceGroups):
         which free it."""
         return self.output_bytes(layer, rows) if self.runs else 0.0
 
-    def over(self, kind: str, ranks: Sequence[int], num_alike: int, num_bytes: float) -> float:
-        """Seconds of one collective over a data group, in each of *num_alike* of the stage at once."""
+    def over(
+        self, kind: str, ranks: Sequence[int], num_alike: int, num_bytes: float, shares: Sequence[float] = ()
+    ) -> float:
+        """Seconds of one collective over a data group, in each of *num_alike* of the stage at once; *shares*: of each
+        rank, of what they own, if they are unequal."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
+        if shares and all(type_.is_processor for type_ in self.num_of_types):
+            sharing = self._sharing(ranks, num_alike)
+            even = collective(self.topology, kind, ranks, num_bytes, sharing=sharing)  # type: ignore[arg-type]
+            each = [share for share in shares for _ in range(len(ranks) // len(shares))]
+            return owned_seconds(self.topology, kind, ranks, num_bytes, each, even)
         return self.collective(kind, ranks, num_bytes, self._sharing(ranks, num_alike))
 
     def all_reduce(
@@ -323,8 +337,39 @@ class CostModel(DeviceGroups):
         messages, one after the other. Another *kind* sums to the owners of a divided state."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
+        if self.combines:
+            return sum(self.combining(ranks, degree, num_bytes, layers, divided=kind != "all_reduce"))
         message = self.message_bytes(ranks, num_bytes, degree, layers, divided=kind != "all_reduce")
         return num_bytes / message * self.over(kind, ranks, degree, message)
+
+    @property
+    def combines(self) -> bool:
+        """Whether gradients of replicas are combined by Adasum."""
+        return self.runs and self.reduce == "adasum"
+
+    def combining(
+        self,
+        ranks: Sequence[int],
+        degree: int,
+        num_bytes: float,
+        layers: Iterable[int] | None = None,
+        *,
+        divided: bool = False,
+    ) -> tuple[float, float]:
+        """The same where gradients are combined by Adasum: seconds of exchanging their terms, which may be beside the
+        backward, and of what follows it: sums of the dot products of parameters, a level of pairs after the other, and
+        the gather of what each rank has combined, unless the state is *divided* so."""
+        message = self.message_bytes(ranks, num_bytes, degree, layers, divided=divided)
+        kinds = self._counts if layers is None else Counter(map(self.profile.layers.__getitem__, layers))
+        parameters = sum(count * self._num_parameters(kind, degree) for kind, count in kinds.items())
+        dots = [self.over("all_reduce", ranks, degree, size) for size in dot_bytes(len(ranks), parameters)]
+        gather = 0.0 if divided else self.over("all_gather", ranks, degree, message)
+        num = num_bytes / message
+        return num * self.over("all_to_all", ranks, degree, message), sum(dots) + num * gather
+
+    def _num_parameters(self, kind: int, degree: int) -> int:
+        given = self.profile.kinds[kind]
+        return max(1, len(variant_of(given, degree).sizes)) if given.variants and given.parameters != 0 else 1
 
     def largest_bucket(
         self, ranks: Sequence[int], layers: Iterable[int], degree: int, expert: int = 1, *, divided: bool = False

@@ -27,7 +27,7 @@ from whale.planner.network.algorithms import (
 from whale.planner.network.curves import converted, interference, interpolated, measured_seconds, types_of
 from whale.planner.network.topology import Member, Topology
 
-__all__ = ["Algorithm", "Collective", "CommunicationCost", "collective", "send"]
+__all__ = ["Algorithm", "Collective", "CommunicationCost", "collective", "owned_seconds", "send"]
 
 TRANSFER_ERROR, LATENCY_ERROR = 0.15, 0.3
 """Shares within which nine of ten measured points lie (``benchmarks/collectives.py`` counts them)."""
@@ -159,6 +159,67 @@ def send(topology: Topology, source: int, target: int, num_bytes: float, *, shar
     ends = [topology.cluster.node_of(rank) for rank in (source, target)]
     share = rate / alone * linked(topology, curves[0], ends)
     return _as_measured(cost, measured_seconds(curves[0], num_bytes) / share)
+
+
+def owned_seconds(
+    topology: Topology,
+    kind: str,
+    ranks: Sequence[int],
+    num_bytes: float,
+    shares: Sequence[float],
+    even: CommunicationCost,
+) -> float:
+    """Return the seconds in which processors exchange a bucket with the owners of unequal parts of it.
+
+    The busiest link counts. Terms go straight to their owners: each rank sends what others own, and gets the terms of
+    its own from all of them. Owners broadcast their parts in binomial trees: a rank gets what others own, and sends its
+    own, or what it passes on of the largest part, once a level. (NCCL reduces and broadcasts along rings, where
+    it does not matter which rank owns what.)
+
+    Args:
+        topology: of the cluster.
+        kind: ``all_gather``, or that of the terms.
+        ranks: of the bucket.
+        num_bytes: of it.
+        shares: of each rank.
+        even: the cost with equal shares.
+
+    >>> from whale.ir.cluster import Cluster, Link
+    >>> cluster = Cluster.homogeneous(4, num_devices_per_node=1, inter=Link(bandwidth=1e9, latency=0))
+    >>> topology = Topology.of(cluster)
+    >>> even = replace(FREE, seconds=0.75, transfer=0.75)
+    >>> rate = owned_seconds(topology, "all_to_all", range(4), 1e9, [1, 1, 1, 1.000001], even)
+    >>> owners = [1, 0, 0, 0]
+    >>> for kind in ("all_to_all", "all_gather"):
+    ...     print(round(owned_seconds(topology, kind, range(4), 1e9, owners, even) / rate, 2))
+    4.0
+    2.67
+    """
+    if len(set(shares)) < 2 or not even.seconds:
+        return even.seconds
+    total, num = sum(shares), len(ranks)
+    depth = (num - 1).bit_length()
+    first, second = sorted((share / total for share in shares), reverse=True)[:2]
+    busiest = 0.0
+    for rank, share in zip(ranks, shares, strict=True):
+        own = share / total
+        sent = own * (num - 1)
+        if kind == "all_gather":
+            sent = max(own * depth, (depth - 1) * (second if own == first else first))
+        busiest = max(busiest, num_bytes * max(1 - own, sent) / _rate(topology, rank, ranks))
+    return even.latency + busiest
+
+
+def _rate(topology: Topology, rank: int, ranks: Sequence[int]) -> float:
+    """Bytes a second of a rank to many others, and from them: of an adapter of its node, or of its links within."""
+    node = topology.cluster.node_of(rank)
+    apart = next((peer for peer in ranks if peer not in node.ranks), None)
+    peer = apart if apart is not None else next(peer for peer in ranks if peer != rank)
+    path = topology.link(rank, peer)
+    own = path.bandwidth
+    if apart is not None and node.inter is not None:
+        own = node.inter.bandwidth / node.inter.num_adapters
+    return own * path.kinds[0].efficiency
 
 
 def _measured(

@@ -89,6 +89,8 @@ def _stage(path: ScopePath) -> Scope | None:
             raise UsageError(f"{scope}: the search divides the state of each stage as --zero says; leave zero out")
         if scope.strategy.offload is not None:
             raise UsageError(f"{scope}: the search puts on hosts what --offload says; leave offload out")
+        if scope.strategy.reduce is not None:
+            raise UsageError(f"{scope}: all stages of a search make gradients as --reduce says; leave reduce out")
     return cut.stage
 
 
@@ -162,9 +164,9 @@ def is_kept(strategy: Strategy, told: Sequence[Strategy]) -> bool:
     """
     if strategy.chooses_devices:
         return False
-    how = (strategy.recompute, strategy.state, strategy.offload)
-    if how != (None, None, None):
-        return any((one.recompute, one.state, one.offload) == how for one in told)
+    how = (strategy.recompute, strategy.state, strategy.offload, strategy.reduce)
+    if how != (None,) * 4:
+        return any((one.recompute, one.state, one.offload, one.reduce) == how for one in told)
     if strategy.makes_stage or (strategy.divides_batch and strategy.degree is None):
         return True
     same = (one for one in told if (one.kind, one.dim) == (strategy.kind, strategy.dim))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.ir.strategy import Reduce
 from whale.planner.cost.optimizers import Optimizer
 from whale.planner.cost.plan import PlanCost
 from whale.planner.cost.stack import WHALE, Stack
@@ -31,6 +32,7 @@ def evaluate(
     optimizer: Optimizer = "adamw",
     gradient_dtype: str | None = None,
     step_in_backward: bool = False,
+    reduce: Reduce = "mean",
     known: Memo | None = None,
 ) -> Candidate:
     """Score a plan, whether it fits in memory or not.
@@ -49,6 +51,7 @@ def evaluate(
         batch=micro_batches * sum(stages[0].rows) if stages else 0,
         gradient_dtype=gradient_dtype,
         step_in_backward=step_in_backward,
+        reduce=reduce,
         known=known,
     )
     return score(prices, stages, micro_batches=micro_batches, schedule=schedule)

@@ -11,7 +11,7 @@ from typing import Literal
 from whale.errors import UsageError
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.state import LEVELS, Align
-from whale.ir.strategy import OFFLOADS, RECOMPUTES, STATE_ON_HOST, Offload, Recompute
+from whale.ir.strategy import OFFLOADS, RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -216,6 +216,7 @@ class SearchSettings:
             devices of several types, if these do not fit so, by what their memory leaves.
         offload: what is in the memory of hosts, in all stages; ``auto``: nothing where a plan fits so, else in each
             stage the least with which it does.
+        reduce: how replicas make one gradient of theirs, in all stages; None: the mean, which annotations may change.
         thorough: whether more of everything is tried, for some seconds more, up to the time limit.
     """
 
@@ -234,6 +235,7 @@ class SearchSettings:
     gradient_dtype: str | None = None
     step_in_backward: bool = False
     offload: Offload | Literal["auto"] = "none"
+    reduce: Reduce | None = None
     thorough: bool = False
 
     @property
@@ -291,5 +293,7 @@ class SearchSettings:
             raise UsageError(f"zero is {self.zero!r}; use one of auto, {', '.join(map(str, LEVELS))}")
         if self.offload not in ("auto", *OFFLOADS):
             raise UsageError(f"offload is {self.offload!r}; use one of auto, {', '.join(OFFLOADS)}")
+        if self.reduce not in (None, *REDUCES):
+            raise UsageError(f"reduce is {self.reduce!r}; use one of {', '.join(REDUCES)}")
         if not self.time_limit > 0:
             raise UsageError(f"the time limit is {self.time_limit} seconds, but must be positive")

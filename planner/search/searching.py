@@ -118,6 +118,7 @@ def search(
         batch=batch,
         gradient_dtype=settings.gradient_dtype,
         step_in_backward=settings.step_in_backward,
+        reduce=settings.reduce or "mean",
         known=known,
     )
     if not prices.tensor_degrees:

@@ -59,6 +59,7 @@ def simple_plans(
         batch=batch,
         gradient_dtype=settings.gradient_dtype,
         step_in_backward=settings.step_in_backward,
+        reduce=settings.reduce or "mean",
         known=known,
     ).under(*settings.way)
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)

@@ -213,3 +213,14 @@ def test_fine_tuning_is_the_same_alone_and_in_stages_and_is_resumed(tmp_path: Pa
     assert ends[0][0] == ends[1][0]
     resumed = run(1, "finetune_two_gpus.py", "--out", str(tmp_path / "staged"), "--steps", "16")
     assert "'epoch': '4'" in resumed  # of the sixteenth step alone, with the state of the stages
+
+
+def test_adasum_learns_with_more_rows_at_the_rate_of_fewer() -> None:
+    assert len((EXAMPLES / "adasum.py").read_text().splitlines()) < 60
+    text = run(4, "adasum.py")
+    mean, adasum = (
+        [float(loss) for loss in re.findall(rf"{name} of 4 at .*: loss (\S+)", text)] for name in ("mean", "adasum")
+    )
+    assert len(mean) == len(adasum) == 12
+    assert adasum[-1] < 0.6 * adasum[0]
+    assert adasum[-1] < mean[-1]  # with eight ranks the mean diverges: benchmarks/adasum.py

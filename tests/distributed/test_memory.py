@@ -115,6 +115,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
     ),
     "a pipeline in bfloat16": (STAGES, {"micro_batches": 4, "precision": "bf16"}, "adamw"),
     "gradients summed in bfloat16": ({"": replicate()}, {"gradient_dtype": "bf16"}, "adamw"),
+    "gradients combined": ({"": replicate()}, {"reduce": "adasum"}, "adamw"),
     "stretches of gradients summed in bfloat16": (
         {"": replicate()},
         {"zero": 2, "micro_batches": 2, "gradient_dtype": "bf16"},
@@ -198,6 +199,7 @@ def test_predicted_bytes_are_the_counted_ones(
         step_in_backward=options.get("step_in_backward", False),
         state=StateSharding(zero, tuple(options.get("state_shares", ()))) if (zero := options.get("zero")) else None,
         offload=options.get("offload", "none"),
+        reduce=options.get("reduce"),
     )
     compilation = compile_model(model, tokens(16, 24), Cluster.homogeneous(2), chosen, device="cpu", training=True)
     found = worlds.run(2, counted, layout, options, optimizer)

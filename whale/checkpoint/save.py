@@ -80,6 +80,7 @@ def save_checkpoint(
     check_type("model", model, ParallelModule, "a parallel model, as whale.parallelize returns it")
     check_count("step", step, least=0)
     check_count("keep", keep)
+    engine_of(model).check_drained("save_checkpoint")
     wait_for_checkpoints()
     world = engine_of(model).world
     meeting = Board(_with_own_store(world), _TOPIC, world.failures.timeout_seconds)

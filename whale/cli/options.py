@@ -9,7 +9,7 @@ import click
 
 from whale.errors import UsageError
 from whale.ir.state import LEVELS, StateSharding
-from whale.ir.strategy import OFFLOADS, STATE_ON_HOST, Offload
+from whale.ir.strategy import OFFLOADS, STATE_ON_HOST, Offload, Reduce
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -22,6 +22,10 @@ PRECISION_HELP = "bf16, fp16: of parallelize(precision=); fp32, tf32, fp64, bflo
 GRADIENT_DTYPE_HELP = "Number type of sums of gradients, as of parallelize(gradient_dtype=) [the gradients']."
 
 STEP_IN_BACKWARD_HELP = "Update parameters in the backward, as of parallelize(step_in_backward=True)."
+
+REDUCE_HELP = "How replicas make one gradient of theirs, as of parallelize(reduce=) [as annotated, else mean]."
+
+STALENESS_HELP = "Steps after which servers have the gradients of one, as of parallelize(staleness=) [0]."
 
 AT_LEAST_1 = click.IntRange(1, MOST)
 
@@ -152,12 +156,15 @@ def sharding_of(
     shares: tuple[float, ...] | Literal["auto"] | None,
     align: Any,
     offload: Offload | Literal["auto"] | None = None,
+    reduce: Reduce | None = None,
 ) -> StateSharding | None:
     """How replicas divide their state, by these options; with ``auto`` how they do whatever the level and shares.
 
     Raises:
         UsageError: they contradict each other.
     """
+    if reduce == "server" and not zero:
+        zero, align = 1, "parameter"
     if not zero and offload not in STATE_ON_HOST and (shares or align):
         raise UsageError("--state-shares and --state-align say how --zero divides the state: give --zero 1, 2 or 3")
     level = 1 if zero == "auto" or (offload in STATE_ON_HOST and not zero) else zero

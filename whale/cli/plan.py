@@ -23,6 +23,8 @@ from whale.cli.options import (
     AT_LEAST_1,
     GRADIENT_DTYPE_HELP,
     PRECISION_HELP,
+    REDUCE_HELP,
+    STALENESS_HELP,
     STEP_IN_BACKWARD_HELP,
     note,
     offload_option,
@@ -32,8 +34,9 @@ from whale.cli.options import (
 )
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
+from whale.ir.plan import MAX_STALENESS
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import RECOMPUTES, STATE_ON_HOST, Offload, Recompute
+from whale.ir.strategy import RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
@@ -57,6 +60,8 @@ if TYPE_CHECKING:
 @click.option("--precision", metavar="NAME", help=PRECISION_HELP)
 @click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
 @click.option("--step-in-backward", is_flag=True, help=STEP_IN_BACKWARD_HELP)
+@click.option("--reduce", type=click.Choice(REDUCES), help=REDUCE_HELP)
+@click.option("--staleness", type=click.IntRange(0, MAX_STALENESS), default=0, metavar="N", help=STALENESS_HELP)
 @click.option(
     "--recompute",
     type=click.Choice((*RECOMPUTES, "auto")),
@@ -84,6 +89,8 @@ def plan(
     precision: str | None,
     gradient_dtype: str | None,
     step_in_backward: bool,
+    reduce: Reduce | None,
+    staleness: int,
     recompute: Recompute | Literal["auto"] | None,
     zero: int | Literal["auto"] | None,
     state_shares: tuple[float, ...] | Literal["auto"] | None,
@@ -122,19 +129,22 @@ def plan(
     cluster = load_cluster(cluster_file, profile)
     if spec is None:
         assert profile is not None
-        for given, option in ((settings, "--set"), (precision, "--precision"), (optimizer != "adamw", "--optimizer")):
+        told = ((settings, "--set"), (precision, "--precision"), (optimizer != "adamw", "--optimizer"))
+        for given, option in (*told, (staleness, "--staleness")):
             if given:
                 raise UsageError(f"{option} is for --model")
-        state = _of_level(zero, state_shares, state_align, offload)
+        state = _of_level(zero, state_shares, state_align, offload, reduce)
         size = (batch_size, micro_batches, schedule, stages or 1, replicas)
-        choice = _of_profile(profile, cluster, *size, recompute, state, gradient_dtype, step_in_backward, offload)
+        choice = _of_profile(
+            profile, cluster, *size, recompute, state, gradient_dtype, step_in_backward, offload, reduce
+        )
         _show(choice.plan, choice.prediction, choice.candidate.workload, cluster, output, as_json)
         return
     if costs_of(optimizer).factored and (zero or offload in STATE_ON_HOST):
         if state_align == "row":
             raise UsageError(f"--state-align row: {optimizer} computes with whole matrices; use parameter")
         state_align = "parameter"
-    state = sharding_of(zero, state_shares, state_align, offload)
+    state = sharding_of(zero, state_shares, state_align, offload, reduce)
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
 
     from whale.annotations import module_scopes
@@ -211,6 +221,8 @@ def plan(
             precision=autocast,
             gradient_dtype=gradient_dtype,
             step_in_backward=step_in_backward,
+            reduce=reduce,
+            staleness=staleness,
             recompute="none" if recompute is None or recompute == "auto" else recompute,
             state=None if zero == "auto" else state,
             offload="none" if offload is None or offload == "auto" else offload,
@@ -245,6 +257,7 @@ def _of_profile(
     gradient_dtype: str | None,
     step_in_backward: bool,
     offload: Offload | Literal["auto"] | None,
+    reduce: Reduce | None,
 ) -> Choice:
     """The plan of a profile alone, which has no annotations."""
     from whale.commands.searching import plan_pipeline
@@ -266,6 +279,7 @@ def _of_profile(
         gradient_dtype=gradient_dtype,
         step_in_backward=step_in_backward,
         offload=_of_word(offload),
+        reduce=reduce,
     )
 
 
@@ -274,11 +288,12 @@ def _of_level(
     shares: tuple[float, ...] | Literal["auto"] | None,
     align: Align | None,
     offload: Offload | Literal["auto"] | None,
+    reduce: Reduce | None,
 ) -> StateSharding | None:
     """How replicas divide their state, where there is no model."""
     if zero == "auto" or shares == "auto":
         raise UsageError("--zero auto and --state-shares auto count the bytes of a model: give --model, or numbers")
-    return sharding_of(zero, shares, align, offload)
+    return sharding_of(zero, shares, align, offload, reduce)
 
 
 def _of_word(offload: Offload | Literal["auto"] | None) -> Offload:

@@ -37,6 +37,7 @@ from whale.cli.options import (
     GRADIENT_DTYPE_HELP,
     MOST,
     PRECISION_HELP,
+    REDUCE_HELP,
     STEP_IN_BACKWARD_HELP,
     Numbers,
     note,
@@ -47,7 +48,7 @@ from whale.cli.options import (
 from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.state import Align
-from whale.ir.strategy import RECOMPUTES, Offload, Recompute
+from whale.ir.strategy import RECOMPUTES, REDUCES, Offload, Recompute, Reduce
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--precision", metavar="NAME", help=PRECISION_HELP)
 @click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
 @click.option("--step-in-backward", is_flag=True, help=STEP_IN_BACKWARD_HELP)
+@click.option("--reduce", type=click.Choice(REDUCES), help=REDUCE_HELP)
 @click.option(
     "--recompute",
     type=click.Choice(("auto", *RECOMPUTES)),
@@ -129,6 +131,7 @@ def search(
     precision: str | None,
     gradient_dtype: str | None,
     step_in_backward: bool,
+    reduce: Reduce | None,
     recompute: Recompute | Literal["auto"],
     zero: Any,
     state_align: Align | None,
@@ -181,6 +184,7 @@ def search(
         state_align=state_align or ("parameter" if costs_of(optimizer).factored else "row"),
         gradient_dtype=gradient_dtype,
         step_in_backward=step_in_backward,
+        reduce=reduce,
         offload=offload,
         thorough=thorough,
         seed=seed,
@@ -204,7 +208,7 @@ def search(
 
         loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
         rules = recompute not in ("auto", "none")
-        options = Options(gradient_dtype=gradient_dtype, step_in_backward=step_in_backward)
+        options = Options(gradient_dtype=gradient_dtype, step_in_backward=step_in_backward, reduce=reduce)
         model = SearchedModel.of(loaded, profile, cluster, precision, optimizer, annotations, options, rules=rules)
         profile = model.profile
     assert profile is not None

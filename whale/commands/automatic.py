@@ -123,6 +123,7 @@ def automatic_plan(
             state_align=state_align,
             gradient_dtype=options.gradient_dtype,
             step_in_backward=options.step_in_backward,
+            reduce=options.reduce,
             offload=offload,
             fixed=inputs.fixed,
         )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
+from whale.ir.strategy import Reduce
 from whale.ir.units import bytes_text
 from whale.ir.workload import Prediction, Workload
 from whale.planner.schedules.orders import FITTED
@@ -76,6 +77,7 @@ class PlanWriter:
         trial: the model; None: there is only the profile.
         gradient_dtype: in which gradients are summed; None: in their own.
         step_in_backward: whether parameters are updated, and gradients freed, when these are summed.
+        reduce: how replicas of all stages make one gradient of theirs; None: their mean.
     """
 
     profile: ModelProfile
@@ -84,6 +86,7 @@ class PlanWriter:
     trial: Trial | None
     gradient_dtype: str | None = None
     step_in_backward: bool = False
+    reduce: Reduce | None = None
 
     def unwritten(self, candidate: Candidate) -> Plan:
         """The ranks and axes alone, for an annotated model."""
@@ -107,12 +110,14 @@ class PlanWriter:
 
     def _in_precision(self, plan: Plan) -> Plan:
         """The plan with the precision of ``torch.autocast`` under which the model was captured, if it was, and the
-        number type of its sums, and whether the optimizer steps in the backward."""
-        update = {
+        number type of its sums, how replicas make one gradient, and whether the optimizer steps in the backward."""
+        update: dict[str, Any] = {
             "precision": self.profile.autocast or None,
             "gradient_dtype": self.gradient_dtype,
             "step_in_backward": self.step_in_backward or None,
         }
+        if self.reduce is not None:
+            update["stages"] = tuple(stage.model_copy(update={"reduce": self.reduce}) for stage in plan.stages)
         if not any(update.values()):
             return plan
         said = plan.model_copy(update=update)

@@ -155,6 +155,7 @@ def make_plan(
         precision=options.precision,  # type: ignore[arg-type]
         gradient_dtype=options.gradient_dtype,  # type: ignore[arg-type]
         step_in_backward=options.step_in_backward or None,
+        staleness=options.staleness or None,
         annotations={key: tuple(texts) for key, texts in (annotations or {}).items()},
         stages=tuple(_even(first, stage) for stage in first.stages),
     )
@@ -381,6 +382,7 @@ def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
     return PlanStage(
         recompute=stage.recompute if ruled else None,
         state=None if stage.state is None else PlanState.of(stage.state),
+        reduce=stage.reduce if stage.reduce != "mean" else None,
         offload=stage.offload if any(one.offload != "none" for one in compilation.stages) else None,
         ranks=stage.mesh.ranks,
         axes=tuple(

@@ -23,7 +23,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.profile import ModelProfile
 from whale.ir.state import LEVELS, StateSharding
-from whale.ir.strategy import RECOMPUTES, Offload, Recompute
+from whale.ir.strategy import RECOMPUTES, Offload, Recompute, Reduce
 from whale.ir.workload import Prediction
 from whale.planner.advice import advised
 from whale.planner.balance.by_speed import pipeline_by_speed
@@ -145,7 +145,9 @@ def search_plans(
         _require_priced(settings)
         options: dict[str, Any] = {"settings": settings, "progress": progress, "stop": stop, "known": known}
         found = search(profile, cluster, batch=batch, **options, **more)
-        writer = PlanWriter(profile, cluster, batch, None, settings.gradient_dtype, settings.step_in_backward)
+        writer = PlanWriter(
+            profile, cluster, batch, None, settings.gradient_dtype, settings.step_in_backward, settings.reduce
+        )
         return Searched(choices=tuple(writer.written(one) for one in found.candidates), refused=(), found=found)
     fitting: list[float] = []
 
@@ -160,7 +162,9 @@ def search_plans(
     priced = [schedule for schedule in settings.schedules if schedule in PRICED]
     base = None if priced else settings.unpriced[0]  # in place of the one by which the search goes
     wanted = replace(settings, top=settings.top + RESERVE)
-    writer = PlanWriter(profile, cluster, batch, trial, settings.gradient_dtype, settings.step_in_backward)
+    writer = PlanWriter(
+        profile, cluster, batch, trial, settings.gradient_dtype, settings.step_in_backward, settings.reduce
+    )
     limit = settings.time_limit
     tried = CompiledCandidates(writer, trial, base, begin + limit, limit, stop, processes)
 
@@ -241,6 +245,7 @@ def plan_pipeline(
     gradient_dtype: str | None = None,
     step_in_backward: bool = False,
     offload: Offload = "none",
+    reduce: Reduce | None = None,
 ) -> Choice:
     """The plan of a pipeline of a given size for a profile alone: layers and rows by speed, nothing searched.
 
@@ -259,6 +264,7 @@ def plan_pipeline(
         gradient_dtype: in which gradients are summed; None: in their own.
         step_in_backward: whether parameters are updated, and gradients freed, when these are summed.
         offload: what is in the memory of hosts, in all stages.
+        reduce: how replicas of all stages make one gradient of theirs; None: their mean.
 
     Raises:
         UsageError: the numbers do not fit the cluster, the batch or the profile.
@@ -275,6 +281,7 @@ def plan_pipeline(
         batch=batch,
         gradient_dtype=gradient_dtype,
         step_in_backward=step_in_backward,
+        reduce=reduce or "mean",
     )
     if 1 not in prices.tensor_degrees:
         known = ", ".join(map(str, prices.tensor_degrees)) or "none"
@@ -317,7 +324,7 @@ def plan_pipeline(
         raise InfeasibleError(
             advised(f"the plan {lacking}", cures, otherwise="use more stages, or let whale search find what fits")
         )
-    return PlanWriter(profile, cluster, batch, None, gradient_dtype, step_in_backward).written(candidate)
+    return PlanWriter(profile, cluster, batch, None, gradient_dtype, step_in_backward, reduce).written(candidate)
 
 
 def _pipeline(

@@ -6,7 +6,8 @@ not changed: copies of its graphs' modules get groups and run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.compile.rank_step import RankStep
-from whale.ir.program import Direction, Edge, Reduce
+from whale.ir.program import Direction, Edge, Reduce, ReduceSpec
+from whale.runtime.adasum import Combination
 from whale.runtime.cuda_graphs import Recorder
-from whale.runtime.engine import CompiledStep
+from whale.runtime.engine import CompiledStep, ReplicaCounts
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
 from whale.runtime.local_program import bound
@@ -82,10 +84,22 @@ def assemble(
             keeps_casts=recorder is not None,
         )
     early = {task.bucket: task.early for task in step.program if isinstance(task, Reduce)}
+    held = {
+        spec.index: tuple(tensors["gradient" if spec.bounds else "parameter", n] for n in names)
+        for spec, names in step.buckets
+    }
+
+    def combination(spec: ReduceSpec, names: Sequence[str]) -> Combination | None:
+        if spec.adasum is None:
+            return None
+        sizes = [prod(holder.shape) for holder in held[spec.index]]
+        groups = reduce_group(spec.ranks), reduce_group(spec.adasum.ranks)
+        return Combination(spec, names, sizes, rank, *groups, failures, transport)
+
     buckets = [
         Bucket(
             index=spec.index,
-            parameters=tuple(tensors["gradient" if spec.bounds else "parameter", n] for n in names),
+            parameters=held[spec.index],
             ranks=spec.ranks,
             stages=frozenset(spec.stages).intersection(stages),
             group=reduce_group(spec.ranks),
@@ -93,12 +107,13 @@ def assemble(
             unit=units[spec.index] if spec.bounds else None,
             each=spec.each,
             dtype=getattr(torch, spec.dtype) if spec.dtype else None,
+            adasum=combination(spec, names),
         )
         for spec, names in step.buckets
     ]
     order = list(early)
     buckets.sort(key=lambda b: order.index(b.index))
-    reducer = Reducer(buckets, failures, transport) if buckets else None
+    reducer = Reducer(buckets, failures, transport, staleness=step.staleness) if buckets else None
     executor = Executor(
         rank=rank,
         program=step.program,
@@ -116,7 +131,14 @@ def assemble(
     for numbers, program in step.sums.terms:
         bare: dict[str, Any] = {"outputs": tuple(map(str, numbers)), "mutated": (), "parameters": ()}
         terms.append((numbers, LocalStage(programs=(program,), tensors=tensors, clock=clock, **bare)))
+    count = None
+    if step.count is not None:
+        bare = {"outputs": ("count",), "mutated": (), "parameters": ()}
+        own = step.count.program
+        counting = None if own is None else LocalStage(programs=(own,), tensors=tensors, clock=clock, **bare)
+        count = ReplicaCounts(step.count.replicas, step.count.replica, counting)
     return CompiledStep(
+        count=count,
         sums=RowTerms(step.sums.likes, tuple(terms)),
         executor=executor,
         stages=list(stages.values()),

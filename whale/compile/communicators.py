@@ -42,7 +42,11 @@ def communicators(compilation: Compilation, *, for_messages: bool) -> tuple[Comm
     """
     sets: dict[str, set[tuple[int, ...]]] = {
         "inside stages": _lines(compilation),
-        "sums of gradients": {spec.ranks for spec in compilation.reduces},
+        "sums of gradients": {
+            ranks
+            for spec in compilation.reduces
+            for ranks in (spec.ranks, *([] if spec.adasum is None else [spec.adasum.ranks]))
+        },
         "gathers of parameters": {unit.spec.ranks for unit in compilation.units},
     }
     if for_messages:

@@ -61,7 +61,8 @@ class Compilation:
     ``folds`` the runs of equal layers that are left out of its stages, for dry runs; ``units`` the buckets of which
     ranks own stretches; ``is_of_several`` says that there are several micro-batches, whose casts of parameters are
     shared; ``gradient_dtype`` is that in which gradients are summed, if it is not their own; ``step_in_backward`` says
-    that parameters are updated, and their gradients freed, as soon as these are summed.
+    that parameters are updated, and their gradients freed, as soon as these are summed; ``staleness`` after how many
+    steps owners have the sums of a step.
     """
 
     traced: Traced
@@ -81,6 +82,7 @@ class Compilation:
     units: tuple[Unit, ...] = ()
     gradient_dtype: str = ""
     step_in_backward: bool = False
+    staleness: int = 0
     is_of_several: bool = False
     _lowered: dict[tuple[int, int, RNGPosition | None], list[LocalProgram]] = field(default_factory=dict)
 
@@ -230,7 +232,7 @@ class Compilation:
             target = getattr(node.target, "__qualname__", node.target)  # a function has an address in its text
             args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), _without_index)
             graph.append(f"{node.op} {node.name} {target} {args} {kwargs} {kinds}")
-        placements = [f"step in the backward {self.step_in_backward}"]
+        placements = [f"step in the backward {self.step_in_backward} staleness {self.staleness}"]
         for stage in self.stages:
             placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes} recompute {stage.recompute}")
             placements.append(f"state {stage.state} on the host {stage.offload}")

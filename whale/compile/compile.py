@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from whale.compile.adasum import check_rows_apart, with_row_axes
 from whale.compile.compilation import Compilation, LocalParameter, StoredForm, placement_of
 from whale.compile.exchanges import edges_between, has_idle_ranks, sums_of_gradients
 from whale.compile.trace import Traced, trace
@@ -28,7 +29,7 @@ from whale.ir.plan import Plan
 from whale.ir.program import StageSpec
 from whale.ir.schedule import Task
 from whale.ir.state import StateSharding
-from whale.ir.strategy import STATE_ON_HOST, Offload, Recompute, ScopePath, Strategy
+from whale.ir.strategy import STATE_ON_HOST, Offload, Recompute, Reduce, ScopePath, Strategy
 from whale.planner.assignment.assign import Assignment, StageRequest, place, place_interleaved
 from whale.planner.assignment.from_plan import place_as_planned
 from whale.planner.cost.precision import DTYPES
@@ -50,13 +51,14 @@ __all__ = ["Options", "compile_model", "compile_traced", "local_tensors", "offlo
 class Options:
     """Options of a compilation besides annotations. ``micro_batches`` divide the batch with which the model is made;
     ``precision`` is that of ``torch.autocast`` under which it computes, ``gradient_dtype`` that in which gradients are
-    summed. ``step_in_backward`` asks for parameters to be updated as soon as their gradients are summed. ``recompute``
+    summed. ``step_in_backward`` asks for parameters to be updated as soon as their gradients are summed,
+    ``staleness`` for sums that servers have that many steps later. ``recompute``
     says what backwards compute again, of all stages or of each, where neither the plan nor an annotation says it.
     ``compile`` asks for compiled kernels, ``cuda_graphs`` for recorded ones; ``local_rows`` says that ranks bring their
     own rows of a batch alone. ``state`` divides parameters, gradients and optimizer states, of
     all stages or of each, where neither the plan nor an annotation says it; its shares may be of each rank of the
-    launch. ``offload`` says what is in the host's memory, likewise; with state there ranks own stretches of it, at
-    level 1 at least.
+    launch. ``reduce`` says how replicas make one gradient of theirs, likewise. ``offload`` says what is in the host's
+    memory, likewise; with state there ranks own stretches of it, at level 1 at least.
 
     ``plan`` decides the stages' devices, if it has any. Its schedule and micro-batches must equal these options.
     """
@@ -69,11 +71,13 @@ class Options:
     precision: str | None = None
     gradient_dtype: str | None = None
     step_in_backward: bool = False
+    staleness: int = 0
     recompute: Recompute | tuple[Recompute, ...] = "none"
     compile: bool = False
     cuda_graphs: bool = False
     local_rows: bool = False
     state: StateSharding | tuple[StateSharding | None, ...] | None = None
+    reduce: Reduce | None = None
     offload: Offload | tuple[Offload, ...] = "none"
     plan: Plan | None = None
 
@@ -116,7 +120,11 @@ def compile_traced(
     stages = _place_stages(traced, cut, assignment, rows, device, report, stored or {})
     rules = rules_of(cut, options)
     hosted = offloads_of(cut, options)
-    states = [_on_host(state, offload) for state, offload in zip(states_of(cut, options), hosted, strict=True)]
+    reduces_by = reduces_of(cut, options)
+    states = [
+        _served(_on_host(state, offload), reduce)
+        for state, offload, reduce in zip(states_of(cut, options), hosted, reduces_by, strict=True)
+    ]
     for stage, state in zip(stages, states, strict=True):
         if state is not None and state.level and not captured.has_loss and stored is None:
             raise UsageError(
@@ -124,14 +132,19 @@ def compile_traced(
                 "loss: give parallelize one with which there is a loss"
             )
     num = len(cluster.devices)
+    if options.staleness:
+        _check_late(options, stages, reduces_by, states)
+    if "adasum" in reduces_by:
+        stages = _with_replicas(traced, cut, assignment, stages, options)
     stages = tuple(
         replace(
             stage,
             recompute=rule,
             state=state.of_stage(stage.mesh.ranks, num) if state and state.level else None,
             offload=offload,
+            reduce=reduce,
         )
-        for stage, rule, state, offload in zip(stages, rules, states, hosted, strict=True)
+        for stage, rule, state, offload, reduce in zip(stages, rules, states, hosted, reduces_by, strict=True)
     )
     if options.local_rows:
         summed = row_sums(captured, analysis, stages).values
@@ -162,6 +175,7 @@ def compile_traced(
         rank_specs=specs,
         gradient_dtype=gradient_dtype,
         step_in_backward=options.step_in_backward,
+        staleness=options.staleness,
         is_of_several=len(rows) > 1,
     )
     if stored is None:
@@ -312,6 +326,67 @@ def offloads_told(cut: Partition, plan: Plan | None) -> tuple[Offload | None, ..
     return _told(cut, planned, lambda strategy: strategy.offload, "offload")
 
 
+def reduces_of(cut: Partition, options: Options) -> tuple[Reduce, ...]:
+    """How the replicas of each stage make one gradient: as the plan says, an annotation of it, or the options.
+
+    Raises:
+        AnnotationError: annotations of a stage contradict each other.
+        PlanMismatchError: plan and annotation do.
+    """
+    planned: list[Reduce | None] = []
+    planned += [stage.reduce for stage in options.plan.stages] if options.plan is not None else []
+    told: tuple[Reduce | None, ...] = _told(cut, planned, lambda strategy: strategy.reduce, "reduce")
+    otherwise: Reduce = options.reduce or "mean"
+    return tuple(own or otherwise for own in told)
+
+
+def _check_late(
+    options: Options,
+    stages: Sequence[PlacedStage],
+    reduces_by: Sequence[Reduce],
+    states: Sequence[StateSharding | None],
+) -> None:
+    """Refuse late sums where there are no servers that could have them late.
+
+    Raises:
+        UsageError: says where.
+    """
+    told = f"staleness={options.staleness}: "
+    for stage, reduce, state in zip(stages, reduces_by, states, strict=True):
+        if reduce != "server":
+            raise UsageError(
+                f"{told}the sums of servers come late, but stage {stage.index} has reduce={reduce!r}: use "
+                "reduce='server', or leave staleness out"
+            )
+        if state is not None and state.level > 1:
+            raise UsageError(f"{told}servers have the sums of whole steps late, but zero={state.level}: leave zero out")
+    if options.step_in_backward or options.precision == "fp16":
+        other = "step_in_backward=True" if options.step_in_backward else "precision='fp16'"
+        raise UsageError(f"{told}{other} needs the gradients of a step in it; leave one of them out")
+
+
+def _with_replicas(
+    traced: Traced, cut: Partition, assignment: Assignment, stages: tuple[PlacedStage, ...], options: Options
+) -> tuple[PlacedStage, ...]:
+    """Stages that know along which axes they are replicated, for gradients of replicas that are combined.
+
+    Raises:
+        UsageError: such gradients there are none, or these steps need sums.
+    """
+    if options.step_in_backward:
+        raise UsageError(
+            "reduce='adasum' combines the gradients of a step when all of them are there, but step_in_backward=True "
+            "updates parameters before: leave one of them out"
+        )
+    if any(len(stage.mesh.ranks) > 1 for stage in stages) and traced.captured.has_loss:
+        check_rows_apart(traced)
+    found = []
+    for stage, graph, spot in zip(stages, cut.stages, assignment.stages, strict=True):
+        roles = {node: spot.roles.of(graph.scopes[node]) for node in graph.nodes}
+        found.append(with_row_axes(stage, traced.analysis, roles, traced.captured.parameters))
+    return tuple(found)
+
+
 _T = TypeVar("_T")
 
 
@@ -348,6 +423,13 @@ def _on_host(state: StateSharding | None, offload: Offload) -> StateSharding | N
     if offload not in STATE_ON_HOST or (state is not None and state.level):
         return state
     return StateSharding(1)
+
+
+def _served(state: StateSharding | None, reduce: Reduce) -> StateSharding | None:
+    """How a stage divides its state: servers own whole parameters."""
+    if reduce != "server":
+        return state
+    return replace(state, align="parameter") if state is not None and state.level else StateSharding(1, (), "parameter")
 
 
 def _strategies(graph: TaskGraph) -> list[Strategy]:

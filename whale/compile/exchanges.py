@@ -7,13 +7,17 @@ and their timing to the schedule.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from whale.compile.adasum import divisor_of, replicas_of
+from whale.errors import UsageError
 from whale.graph.capture import Captured
 from whale.graph.values import Value, needs_grad, value_name, value_tensor
+from whale.ir.adasum import Adasum
 from whale.ir.cluster import Cluster
 from whale.ir.program import Edge, Gathers, ReduceSpec
 from whale.ir.state import Align, shares_of, stretches
@@ -108,14 +112,17 @@ def sums_of_gradients(
         the buckets in the order of their launches, and the names of the parameters in each.
 
     Raises:
-        UsageError: shares of state are not as many as the ranks that sum a gradient, or as those of the stage.
+        UsageError: shares of state are not as many as the ranks that sum a gradient, or as those of the stage; or
+            gradients that are to be combined cannot be.
     """
     readers: dict[str, list[tuple[PlacedStage, Value]]] = {}
     for stage in stages:
         for value in stage.stored:
             if value[0].name in captured.parameters and needs_grad(value):
                 readers.setdefault(captured.parameters[value[0].name], []).append((stage, value))
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...], bool], list[_Part]] = {}
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], bool, Adasum | None], list[_Part]] = {}
+    combines = captured.has_loss and any(stage.reduce == "adasum" for stage in stages)
+    divisor = divisor_of(captured, stages[0].layout.analysis, stages) if combines else None
     known: dict[Any, list[_Owners]] = {}
     for name, entries in readers.items():
         sharing = tuple(stage.index for stage, _ in entries)
@@ -133,7 +140,12 @@ def sums_of_gradients(
                 # Ranks that sum equal gradients apart, as of a norm beside split matrices, divide them alike if their
                 # buckets have nothing else.
                 apart = all(stage.state for stage, _ in entries) and regions.count(region) > 1
-                groups.setdefault((together, sharing, apart), []).append(_Part(name, region_shape(region), own))
+                adasum = None
+                if combines and len(together) > 1:
+                    everyone = [rank for owners in ranks_of.values() for rank in owners]
+                    adasum = replicas_of(captured, stages, entries, together, everyone, rows, divisor)
+                part = _Part(name, region_shape(region), own)
+                groups.setdefault((together, sharing, apart, adasum), []).append(part)
     specs: list[ReduceSpec] = []
     names: list[tuple[str, ...]] = []
     buckets: dict[tuple[int, tuple[_Part, ...]], list[tuple[str, ...]]] = {}
@@ -141,7 +153,14 @@ def sums_of_gradients(
     capacities: dict[Any, int] = {}
     # What stages share is ready when the last backward of its first reader is done, embeddings at the end of it:
     # launched first they would keep that stage's own buckets from overlapping that backward.
-    for (together, sharing, _), parts in sorted(groups.items(), key=lambda item: len(item[0][1]) > 1):
+    tables: dict[tuple[tuple[int, ...], int], dict[str, None]] = {}
+    for (_, _, _, adasum), parts in groups.items():
+        if adasum is not None:
+            table = tables.setdefault((adasum.ranks, len(adasum.replicas)), {})
+            table.update(dict.fromkeys(part.name for part in parts))
+    for (together, sharing, _, adasum), parts in sorted(groups.items(), key=lambda item: len(item[0][1]) > 1):
+        if adasum is not None:
+            adasum = replace(adasum, table=tuple(tables[adasum.ranks, len(adasum.replicas)]))
         readers_of = [stage for stage in stages if stage.index in sharing]
         several = len(together) > 1
         is_divided = all(stage.state and (several or stage.state_on_host) for stage in readers_of)
@@ -160,6 +179,13 @@ def sums_of_gradients(
             given = dtypes[bucket[0]]
             is_other = several and given.is_floating_point and dtype != str(given).removeprefix("torch.")
             options["dtype"] = dtype if is_other else ""
+            if adasum is not None and options.get("each"):
+                raise UsageError(
+                    f"{bucket[0]}: zero={min(stage.state.level for stage in readers_of if stage.state)} sums gradients "
+                    "in every micro-batch, but reduce='adasum' combines those of all of them: use zero=1, or one "
+                    "micro-batch"
+                )
+            options["adasum"] = adasum
             specs.append(ReduceSpec(index=len(specs), ranks=together, stages=sharing, **options))
             names.append(bucket)
     return tuple(specs), tuple(names)

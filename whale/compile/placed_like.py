@@ -92,6 +92,7 @@ class _Move:
             returned=tuple((i, self._value(value), self._placements(placed)) for i, value, placed in stage.returned),
             omitted=frozenset(self._nodes[node] for node in stage.omitted),
             summed=tuple(map(self._value, stage.summed)),
+            row_axes={self._value(value): axes for value, axes in stage.row_axes.items()},
         )
 
     def _value(self, value: Value) -> Value:

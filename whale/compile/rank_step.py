@@ -9,6 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from whale.compile.adasum import count_of_replica
 from whale.compile.compilation import Compilation
 from whale.graph.values import Value, value_name, value_tensor
 from whale.ir.program import Compute, Edge, Program, ReduceSpec
@@ -22,7 +23,7 @@ from whale.strategies.gathering import gathered
 from whale.strategies.lowering import nothing_of
 from whale.strategies.offloading import offloaded
 
-__all__ = ["RankStage", "RankStep", "RankSums", "rank_step"]
+__all__ = ["RankCount", "RankStage", "RankStep", "RankSums", "rank_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,21 @@ class RankSums:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankCount:
+    """The divisor of the loss of each replica, a count of the batch's values.
+
+    Attributes:
+        replicas: their number.
+        replica: that of this rank.
+        program: returns what the rank adds to its replica's count; None if nothing.
+    """
+
+    replicas: int
+    replica: int
+    program: LocalProgram | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankStep:
     """A step of one rank.
 
@@ -74,6 +90,8 @@ class RankStep:
         constants: tensors that the model's code contains, by name.
         sums: those over rows of all ranks, in steps of local batches.
         units: buckets of which the rank owns a stretch.
+        count: the divisor of the loss of each replica, if their gradients are combined and it is no number.
+        staleness: steps after which owners have the sums of a step.
     """
 
     program: Program
@@ -86,6 +104,8 @@ class RankStep:
     constants: Mapping[str, Tensor]
     sums: RankSums = RankSums(likes=(), terms=())
     units: tuple[Unit, ...] = ()
+    count: RankCount | None = None
+    staleness: int = 0
 
 
 def rank_step(
@@ -157,7 +177,17 @@ def rank_step(
         constants=captured.constants,
         sums=_sums_of(compilation, rank),
         units=units,
+        count=_count_of(compilation, rank),
+        staleness=compilation.staleness,
     )
+
+
+def _count_of(compilation: Compilation, rank: int) -> RankCount | None:
+    counted = [spec.adasum for spec in compilation.reduces if spec.adasum is not None and not spec.adasum.rows]
+    if not counted:
+        return None
+    replica, program = count_of_replica(compilation.captured, compilation.analysis, compilation.stages, rank)
+    return RankCount(replicas=len(counted[0].replicas), replica=replica, program=program)
 
 
 def _sums_of(compilation: Compilation, rank: int) -> RankSums:

@@ -37,7 +37,7 @@ from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
 from whale.ir.record import FileRecord, Record
 from whale.ir.schedule import SCHEDULES, check_devices
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import Offload, Recompute, Role, Strategy, check_nesting, divides_batch, parse_strategy
+from whale.ir.strategy import Offload, Recompute, Reduce, Role, Strategy, check_nesting, divides_batch, parse_strategy
 from whale.ir.workload import Prediction, Workload
 
 __all__ = ["ClusterIdentity", "ModelIdentity", "Plan", "PlanAxis", "PlanStage", "PlanState"]
@@ -90,13 +90,18 @@ Schedule = Annotated[
 ]
 Share = int | float
 
+MAX_STALENESS = 64
+"""Limit on the number of steps by which sums may be late; a rank keeps the gradients of all of them."""
+
 Autocast = Literal["fp32", "bf16", "fp16"]
 """The precisions of ``parallelize``."""
 
 GradientDtype = Literal["fp32", "bf16", "fp16"]
 """The number types in which ranks may sum gradients."""
 
-_LATER = frozenset(("gradient_dtype", "step_in_backward", "precision", "recompute", "state", "offload"))
+_LATER = frozenset(
+    ("gradient_dtype", "step_in_backward", "precision", "recompute", "state", "offload", "reduce", "staleness")
+)
 """Fields that plans did not have at first: where they say nothing, a plan has the digest that it had without them."""
 
 
@@ -181,6 +186,7 @@ class PlanStage(Record):
         recompute: what its backward computes again, as ``parallelize`` takes it; None: as that says.
         state: how its replicas divide their state; None: as ``parallelize`` says.
         offload: what is in the host's memory; None: as ``parallelize`` says.
+        reduce: how its replicas make one gradient of theirs; None: as ``parallelize`` says.
     """
 
     ranks: Annotated[Ranks, Field(min_length=1)]
@@ -188,6 +194,7 @@ class PlanStage(Record):
     recompute: Recompute | None = None
     state: PlanState | None = None
     offload: Offload | None = None
+    reduce: Reduce | None = None
 
     @model_validator(mode="after")
     def _check(self) -> PlanStage:
@@ -271,6 +278,7 @@ class Plan(FileRecord):
         precision: as ``parallelize`` takes it; None: as that says.
         gradient_dtype: as ``parallelize`` takes it; None: as that says.
         step_in_backward: as ``parallelize`` takes it; None: as that says.
+        staleness: as ``parallelize`` takes it; None: as that says.
         annotations: for an unmodified model, by module path as ``whale.annotate`` takes them; each strategy is written
             as ``"split(4)"``, several from outer to inner as a list. Empty: the model is annotated.
         stages: of the pipeline, in order; empty: the annotations decide.
@@ -289,6 +297,7 @@ class Plan(FileRecord):
     precision: Autocast | None = None
     gradient_dtype: GradientDtype | None = None
     step_in_backward: bool | None = None
+    staleness: Annotated[int, Field(ge=0, le=MAX_STALENESS)] | None = None
     annotations: dict[Annotated[str, AfterValidator(_check_key)], Strategies] = Field(default_factory=dict)
     stages: Annotated[tuple[PlanStage, ...], Field(strict=False)] = ()
     assumptions: Annotated[tuple[Annotated[str, StringConstraints(max_length=400)], ...], Field(strict=False)] = ()
@@ -417,15 +426,18 @@ class Plan(FileRecord):
         precision: str | None = None,
         gradient_dtype: str | None = None,
         step_in_backward: bool | None = None,
+        staleness: int | None = None,
         recompute: str | None = None,
         zero: int | None = None,
         state_shares: Sequence[float] | str | None = None,
         state_align: str | None = None,
         offload: str | None = None,
+        reduce: str | None = None,
     ) -> None:
         """Refuse arguments that contradict the plan. Where it leaves the precision, the dtype of sums, or the rule, the
         state or the offload of a stage open, any does; and ``"auto"`` is what it says, where it says something."""
         hosted = [(f"stages.{index}.offload", stage.offload) for index, stage in enumerate(self.stages)]
+        sums = [(f"stages.{index}.reduce", stage.reduce) for index, stage in enumerate(self.stages)]
         rules = [(f"stages.{index}.recompute", stage.recompute) for index, stage in enumerate(self.stages)]
         for name, given, field, planned in (
             ("micro_batches", micro_batches, "micro_batches", self.micro_batches),
@@ -433,8 +445,10 @@ class Plan(FileRecord):
             ("precision", precision, "precision", self.precision),
             ("gradient_dtype", gradient_dtype, "gradient_dtype", self.gradient_dtype),
             ("step_in_backward", step_in_backward, "step_in_backward", self.step_in_backward),
+            ("staleness", staleness, "staleness", self.staleness),
             *(("recompute", None if recompute == "auto" else recompute, *rule) for rule in rules),
             *(("offload", None if offload == "auto" else offload, *told) for told in hosted),
+            *(("reduce", reduce, *told) for told in sums),
             *self._states(zero, state_shares, state_align),
         ):
             if None not in (given, planned) and given != planned:

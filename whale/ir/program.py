@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
 
+from whale.ir.adasum import Adasum
 from whale.ir.schedule import Kind, Order, Task
 
 __all__ = [
@@ -132,6 +133,7 @@ class ReduceSpec:
         gathers: when its parameters are gathered from the stretches.
         each: whether the gradients of each micro-batch are summed when they are made.
         dtype: the number type in which ranks exchange the gradients and sum them, if it is another than theirs.
+        adasum: how the gradients of replicas are combined; None: they are summed.
     """
 
     index: int
@@ -141,6 +143,7 @@ class ReduceSpec:
     gathers: Gathers = "step"
     each: bool = False
     dtype: str = ""
+    adasum: Adasum | None = None
 
 
 class Compute(NamedTuple):

@@ -27,7 +27,9 @@ __all__ = [
     "Offloading",
     "RECOMPUTES",
     "REPLICAS",
+    "REDUCES",
     "Recompute",
+    "Reduce",
     "RegionRole",
     "Role",
     "SHARDS",
@@ -90,6 +92,12 @@ class Offloading:
         """Whether forwards keep there what backwards read."""
         return self.offload in ACTIVATIONS_ON_HOST
 
+
+Reduce = Literal["mean", "adasum", "server"]
+"""How replicas make one gradient of theirs: that of the mean loss over all rows; the combination of those of the mean
+loss over each one's rows (`whale.ir.adasum`); or the mean, which the ranks that own a parameter, its servers, sum."""
+
+REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 
 Attention = Literal["gather", "ring", "ulysses"]
 """How ranks that each have a part of a sequence compute its attention: each gathers the keys and values of all; they
@@ -204,6 +212,8 @@ class Strategy:
             the whole model.
         offload: only for ``stage`` and ``replicate``: what is in the host's memory; None: as is said for the whole
             model.
+        reduce: only for ``stage`` and ``replicate``: how its replicas make one gradient of theirs; None: as is said for
+            the whole model.
 
     >>> print(Strategy(kind="split", degree=4), Strategy(kind="split", degree=2, dim=1), Strategy(kind="stage"))
     split(4) split(2, dim=1) stage()
@@ -219,6 +229,7 @@ class Strategy:
     recompute: Recompute | None = None
     state: StateSharding | None = None
     offload: Offload | None = None
+    reduce: Reduce | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -274,6 +285,16 @@ class Strategy:
                 raise AnnotationError(
                     f"{self.kind}(offload={self.offload!r}): unknown; use {', '.join(map(repr, OFFLOADS))}"
                 )
+        if self.reduce is not None:
+            if self.kind not in ("stage", "replicate"):
+                raise AnnotationError(
+                    f"{self.kind}(reduce={self.reduce!r}): replicas have gradients of their own rows; say it of "
+                    "stage(...) or replicate(...), or in parallelize(reduce=...) of the whole model"
+                )
+            if self.reduce not in REDUCES:
+                raise AnnotationError(
+                    f"{self.kind}(reduce={self.reduce!r}): unknown; use {', '.join(map(repr, REDUCES))}"
+                )
 
     @property
     def divides_batch(self) -> bool:
@@ -315,6 +336,7 @@ class Strategy:
         given += [f"recompute={self.recompute!r}"] if self.recompute is not None else []
         given += [str(self.state)] if self.state is not None else []
         given += [f"offload={self.offload!r}"] if self.offload is not None else []
+        given += [f"reduce={self.reduce!r}"] if self.reduce is not None else []
         return f"{self.kind}({', '.join(given)})"
 
 
@@ -329,6 +351,7 @@ _ARGUMENTS = {
     "state_shares": re.compile(r"state_shares=\[(?P<list>[0-9., ]+)\]"),
     "state_align": re.compile(rf"state_align={_WORD}"),
     "offload": re.compile(rf"offload={_WORD}"),
+    "reduce": re.compile(rf"reduce={_WORD}"),
 }
 """How each argument is written, in the order in which they are."""
 _BETWEEN = re.compile(r", (?![^\[]*\])")
@@ -352,12 +375,17 @@ def _number(text: str) -> float:
         raise AnnotationError(f"state_shares has {text.strip()!r}, which is no number") from None
 
 
-def state_of(zero: int | None, shares: Sequence[float] | None, align: Align | None) -> StateSharding | None:
-    """How state is divided, by the arguments of an annotation; None if it does not say it.
+def state_of(
+    zero: int | None, shares: Sequence[float] | None, align: Align | None, reduce: str | None = None
+) -> StateSharding | None:
+    """How state is divided, by the arguments of an annotation; None if it does not say it. Servers own whole
+    parameters.
 
     Raises:
         AnnotationError: they contradict each other, or are not of these.
     """
+    if reduce == "server" and not zero:
+        zero, align = 1, "parameter"
     if zero is None and shares is None and align is None:
         return None
     try:
@@ -410,7 +438,8 @@ def parse_strategy(text: str) -> Strategy:
             "split(2, dim=1), split(2, dim=1, attention='ring'), stage(recompute='full'), or replicate(zero=3)"
         )
     given = dict(told)
-    state = state_of(*(given.pop(name, None) for name in ("zero", "state_shares", "state_align")))
+    zero, shares, align = (given.pop(name, None) for name in ("zero", "state_shares", "state_align"))
+    state = state_of(zero, shares, align, given.get("reduce"))
     return Strategy(kind=found["kind"], state=state, **given)  # type: ignore[arg-type]
 
 
@@ -504,7 +533,8 @@ def encode_scopes(path: ScopePath) -> str:
         chosen = None if devices is None else [devices.layout, devices.number, list(devices.ranks), devices.label]
         state = scope.strategy.state
         divided = None if state is None else [state.level, list(state.shares), state.align]
-        more: list[object] = [scope.strategy.recompute, scope.strategy.attention, divided, scope.strategy.offload]
+        given = scope.strategy
+        more: list[object] = [given.recompute, given.attention, divided, given.offload, given.reduce]
         while more and more[-1] is None:
             more.pop()
         rows.append([scope.strategy.kind, scope.strategy.degree, scope.strategy.dim, chosen, scope.region, *more])
@@ -526,7 +556,7 @@ def decode_scopes(text: str) -> ScopePath:
                 devices = DeviceSelection(layout=layout, number=number, ranks=tuple(ranks), label=label)
             if not isinstance(region, str):
                 raise TypeError("a region is a string")
-            recompute, attention, divided, offload = (*more, None, None, None, None)[:4]
+            recompute, attention, divided, offload, reduce = (*more, None, None, None, None, None)[:5]
             state = None if divided is None else StateSharding(divided[0], tuple(divided[1]), divided[2])
             strategy = Strategy(
                 kind=kind,
@@ -537,6 +567,7 @@ def decode_scopes(text: str) -> ScopePath:
                 recompute=recompute,
                 state=state,
                 offload=offload,
+                reduce=reduce,
             )
             path.append(Scope(strategy=strategy, region=region))
     except (ValueError, TypeError, LookupError, UsageError, RecursionError) as error:

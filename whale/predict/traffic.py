@@ -17,12 +17,13 @@ import torch
 
 from whale.compile.compilation import Compilation
 from whale.compile.rank_step import rank_step
+from whale.ir.adasum import dot_bytes
 from whale.ir.check import CollectiveCall
 from whale.ir.program import ReduceSpec, Send, box_size
 from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import dry_run
 
-__all__ = ["Message", "bucket_bytes", "call_bytes", "gathered_bytes", "summed_bytes", "traffic"]
+__all__ = ["Message", "bucket_bytes", "call_bytes", "first_of_tables", "gathered_bytes", "summed_bytes", "traffic"]
 
 Purpose = Literal["forward", "backward", "gradients", "parameters"]
 
@@ -82,10 +83,18 @@ def traffic(compilation: Compilation, rank: int, clock: RNGPosition | None = Non
             found[step.direction, "send", (rank, step.peer), size] += 1
     gathers = _gathers(compilation, rank, clock)
     gathered = gathered_bytes(compilation)
+    dots = first_of_tables(compilation, rank)
     for spec, size in zip(compilation.reduces, bucket_bytes(compilation), strict=True):
         if rank in spec.ranks and len(spec.ranks) > 1:
             op = "reduce_scatter" if spec.bounds else "all_reduce"
             summed = summed_bytes(compilation, spec, size)
+            if spec.adasum is not None:
+                op = "all_to_all"
+                if not spec.bounds:
+                    found["gradients", "all_gather", spec.ranks, size] += 1
+                if spec.index in dots:
+                    for products in dot_bytes(len(spec.adasum.replicas), len(spec.adasum.table)):
+                        found["gradients", "all_reduce", spec.adasum.ranks, products] += 1
             found["gradients", op, spec.ranks, summed] += len(compilation.rows) if spec.each else 1
             gathers[spec.index] += spec in compilation.gathers
             if gathers[spec.index]:
@@ -94,6 +103,17 @@ def traffic(compilation: Compilation, rank: int, clock: RNGPosition | None = Non
         Message(purpose=purpose, op=op, ranks=ranks, tensor_bytes=size, count=count)
         for (purpose, op, ranks, size), count in found.items()
     )
+
+
+def first_of_tables(compilation: Compilation, rank: int) -> frozenset[int]:
+    """The first bucket of each set of those whose gradients a rank combines together, with one sum of dot products at a
+    level."""
+    tables = {
+        (spec.adasum.ranks, len(spec.adasum.replicas)): spec.index
+        for spec in reversed(compilation.reduces)
+        if spec.adasum is not None and rank in spec.ranks
+    }
+    return frozenset(tables.values())
 
 
 def _gathers(compilation: Compilation, rank: int, clock: RNGPosition | None) -> Counter[int]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from whale.compile.compilation import Compilation
+from whale.ir.adasum import dot_bytes
 from whale.ir.cluster import Cluster
 from whale.ir.profile import Interference
 from whale.ir.program import ReduceSpec, box_size
@@ -25,12 +26,12 @@ from whale.planner.cost.hosts import adding_on_host, link_to_host, stepping_on_h
 from whale.planner.cost.sharded import ShardedUnit, arrival_seconds, scattered_by, sharded_seconds
 from whale.planner.cost.stage import exposed_beside
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
-from whale.planner.network.communication import CommunicationCost, send
+from whale.planner.network.communication import CommunicationCost, owned_seconds, send
 from whale.planner.network.curves import moving_seconds
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers
 from whale.predict.peak_memory import PeakMemory
-from whale.predict.traffic import bucket_bytes, call_bytes, gathered_bytes, summed_bytes
+from whale.predict.traffic import bucket_bytes, call_bytes, first_of_tables, gathered_bytes, summed_bytes
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["Backward", "workload_of"]
@@ -322,6 +323,7 @@ def _reductions(
     summed in each backward the last sum, which nothing hides in the last one."""
     found = []
     copies = _copies(compilation, costs.cluster)
+    owned = _owned(compilation)
     each = [spec for spec in compilation.reduces if spec.each]
     last = {(spec.ranks, spec.stages): spec.index for spec in each}
     for spec, size, ready in zip(
@@ -334,8 +336,10 @@ def _reductions(
         cost = costs.collective_cost("all_reduce", spec.ranks, size, num_alike)
         seconds = cost.seconds
         if spec.bounds:
-            seconds = costs.collective(_scattered_by(costs, spec), spec.ranks, size, num_alike)
+            seconds = _to_owners(costs, _scattered_by(costs, spec), spec, size, num_alike, owned)
             seconds = max(seconds, copies.get(spec.index, 0.0))
+        if spec.adasum is not None:
+            seconds = max(costs.collective("all_to_all", spec.ranks, size, num_alike), copies.get(spec.index, 0.0))
         found.append(
             Reduction(
                 ranks=spec.ranks,
@@ -347,7 +351,28 @@ def _reductions(
                 stretch=cost.beside.stretch if cost.beside is not None else 0.0,
             )
         )
-    return tuple(found)
+    return (*found, *_combinations(compilation, costs))
+
+
+def _combinations(compilation: Compilation, costs: Costs) -> Iterator[Reduction]:
+    """The exchanges after the backwards where gradients are combined: sums of dot products, level by level, and the
+    gathers of what each rank has combined of the buckets of these ranks."""
+    gathers: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, float]] = {}
+    first = frozenset[int]().union(*(first_of_tables(compilation, spec.ranks[0]) for spec in compilation.reduces))
+    for spec, size in zip(compilation.reduces, bucket_bytes(compilation), strict=True):
+        if spec.adasum is None:
+            continue
+        num_bytes, seconds = gathers.get((spec.ranks, spec.stages), (0, 0.0))
+        if not spec.bounds:
+            num_bytes += size
+            seconds += costs.collective("all_gather", spec.ranks, size, _num_alike(compilation, spec))
+        if spec.index in first:
+            for products in dot_bytes(len(spec.adasum.replicas), len(spec.adasum.table)):
+                num_bytes += products
+                seconds += costs.collective("all_reduce", spec.adasum.ranks, products, 1)
+        gathers[spec.ranks, spec.stages] = num_bytes, seconds
+    for (ranks, stages), (num_bytes, seconds) in gathers.items():
+        yield Reduction(ranks=ranks, stages=stages, bytes=num_bytes, seconds=seconds)
 
 
 def _ready(compilation: Compilation, costs: Costs, layers: Sequence[StageLayers]) -> list[float]:
@@ -419,6 +444,33 @@ def _copies(compilation: Compilation, cluster: Cluster) -> dict[int, float]:
     return found
 
 
+UNEVEN = 0.05
+"""Differences of what ranks own, as parts of all, up to which these are as equal as rows allow."""
+
+Owned = Mapping[tuple[int, ...], Sequence[int]]
+"""The elements that each rank owns, of all buckets of the same ranks."""
+
+
+def _owned(compilation: Compilation) -> Owned:
+    """The elements that ranks own. Their buckets are on their way together, so that owners of one rest while others
+    send."""
+    owned: dict[tuple[int, ...], list[int]] = {}
+    for spec in compilation.reduces:
+        if spec.bounds:
+            sizes = [stop - start for start, stop in pairwise(spec.bounds)]
+            owned[spec.ranks] = [a + b for a, b in zip(owned.get(spec.ranks, [0] * len(sizes)), sizes, strict=True)]
+    return owned
+
+
+def _to_owners(costs: Costs, kind: str, spec: ReduceSpec, num_bytes: int, num_alike: int, owned: Owned) -> float:
+    """Seconds of a collective between the owners of a bucket's stretches, which differ by more than a rounding."""
+    cost, shares = costs.collective_cost(kind, spec.ranks, num_bytes, num_alike), owned[spec.ranks]
+    direct = all(costs.cluster.devices[rank].type.is_processor for rank in spec.ranks)
+    if not direct or max(shares) - min(shares) <= UNEVEN * sum(shares):
+        return cost.seconds
+    return owned_seconds(costs.topology, kind, spec.ranks, num_bytes, shares, cost)
+
+
 def _scattered_by(costs: Costs, spec: ReduceSpec) -> str:
     return scattered_by(costs.cluster.devices[rank].type for rank in spec.ranks)
 
@@ -452,7 +504,7 @@ class _Divided:
     def of(cls, compilation: Compilation, costs: Costs) -> _Divided:
         """The exchanges of a compilation."""
         buckets, gathered = [], gathered_bytes(compilation)
-        copies = _copies(compilation, costs.cluster)
+        copies, owned = _copies(compilation, costs.cluster), _owned(compilation)
         whole: dict[tuple[int, int], tuple[float, float]] = {}
         triples = zip(compilation.reduces, compilation.bucket_parameters, bucket_bytes(compilation), strict=True)
         for spec, names, size in triples:
@@ -460,8 +512,11 @@ class _Divided:
             if spec.bounds:
                 num_alike = _num_alike(compilation, spec)
                 copied, summed = copies.get(spec.index, 0.0), summed_bytes(compilation, spec, size)
-                gather = max(copied, costs.collective("all_gather", spec.ranks, gathered[spec.index], num_alike))
-                reduce = max(copied, costs.collective(_scattered_by(costs, spec), spec.ranks, summed, num_alike))
+                size_of = {"all_gather": gathered[spec.index], _scattered_by(costs, spec): summed}
+                gather, reduce = (
+                    max(copied, _to_owners(costs, kind, spec, bytes_, num_alike, owned))
+                    for kind, bytes_ in size_of.items()
+                )
                 buckets.append(_Bucket(spec, names, size, gather, reduce if spec.each else 0.0))
                 stretches = zip(spec.ranks, pairwise(spec.bounds), strict=True)
                 own = {rank: (last - first) / max(1, spec.bounds[-1]) for rank, (first, last) in stretches}

@@ -79,6 +79,24 @@ class Shard:
         return tuple(((0, size),) for size in self.shape)
 
 
+class ReplicaCounts(NamedTuple):
+    """The divisors of the losses of replicas: how many there are, that of this rank, and a stage without tasks that
+    returns what it adds to that one's count."""
+
+    replicas: int
+    replica: int
+    stage: LocalStage | None
+
+    def terms(self, batch: Mapping[str, Any]) -> list[Tensor | float]:
+        """This rank's terms of the counts of a batch."""
+        found: list[Tensor | float] = [0.0] * self.replicas
+        if self.stage is not None:
+            self.stage.begin(batch)
+            with torch.no_grad():
+                (found[self.replica],) = self.stage.forward(0, ())
+        return found
+
+
 @dataclass(kw_only=True)
 class CompiledStep:
     """A step for batches of one signature. ``counts_loss`` says whether this rank's loss is part of the global sum,
@@ -86,7 +104,7 @@ class CompiledStep:
     ``outputs`` says how the model's output is made, in steps that return it. ``sums`` are the terms of what local
     batches are summed for, ``gathered`` the leaves of local batches that are gathered, once that is known, ``numbers``
     those of type float that it takes as tensors; ``is_made`` says that it was made of others, which takes little time,
-    and not compiled."""
+    and not compiled. ``count`` is what divides the loss of each replica, if their gradients are combined."""
 
     executor: Executor
     stages: Sequence[LocalStage]
@@ -97,6 +115,7 @@ class CompiledStep:
     gathered: tuple[str, ...] | None = None
     numbers: tuple[str, ...] = ()
     is_made: bool = False
+    count: ReplicaCounts | None = None
 
 
 class Gathered(NamedTuple):
@@ -289,7 +308,8 @@ class Engine:
         batch = {k: as_read(v, device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         if self.local is not None:
             if step.gathered is None:
-                step.gathered = self.local.read_whole(whole, [*step.stages, *step.sums.stages])
+                counting = [step.count.stage] if step.count is not None and step.count.stage is not None else []
+                step.gathered = self.local.read_whole(whole, [*step.stages, *step.sums.stages, *counting])
             batch = self.local.placed(batch, whole, step.gathered)
         sums = self.local.sums(batch, step.sums) if self.local is not None and step.sums.likes else ()
         for stage in step.stages:
@@ -297,7 +317,10 @@ class Engine:
         if step.loss_dtype is None:
             step.executor.run(False, agree=agree)
             return Result(None, self._output(step, to))
-        loss = GlobalLoss(self.world, self.loss_group, step.counts_loss, step.loss_dtype)
+        counts = step.count.terms(batch) if step.count is not None and train else ()
+        loss = GlobalLoss(self.world, self.loss_group, step.counts_loss, step.loss_dtype, counts)
+        if counts and step.executor.reducer is not None:
+            step.executor.reducer.counts = loss.counts
         try:
             self._scaled(step, train, loss, scale, agree)
         except UsageError:  # refused: the next step has the randomness of this one
@@ -387,6 +410,24 @@ class Engine:
                     f"{first} and {name} have one tensor as .grad, and their gradients cannot be summed over ranks "
                     "apart: give each its own"
                 )
+
+    def drain(self) -> bool:
+        """Leave owners the gradients of the oldest step whose sums are on their way; whether there was one."""
+        units = self.tensors.units if isinstance(self.tensors, HeldTensors) else None
+        return sum(unit.leave_oldest(0) for unit in (units or {}).values()) > 0
+
+    def check_drained(self, what: str) -> None:
+        """Refuse something that would leave out gradients that are on their way.
+
+        Raises:
+            UsageError: there are some.
+        """
+        units = self.tensors.units if isinstance(self.tensors, HeldTensors) else None
+        if any(unit.late for unit in (units or {}).values()):
+            raise UsageError(
+                f"{what} would leave out gradients that are on their way to servers (staleness): first call "
+                "`while model.drain(): optimizer.step(); optimizer.zero_grad()`"
+            )
 
     def check_gradients_stay(self, what: str) -> None:
         """Refuse something that reads gradients after a step which has freed them.

@@ -160,10 +160,19 @@ class GlobalLoss:
         group: of all of them, for this and their batches alone, because a rank may begin long before another.
         counts: whether this rank's loss is a term of the sum.
         dtype: of the sum on all ranks, because a script that compares it must decide equally everywhere.
+        terms: of other numbers that are summed with it.
     """
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None, counts: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        world: World,
+        group: dist.ProcessGroup | None,
+        counts: bool,
+        dtype: torch.dtype,
+        terms: Sequence[Tensor | float] = (),
+    ) -> None:
         self._world, self._group, self._counts, self._dtype = world, group, counts, dtype
+        self._terms = terms
         self._loss: Tensor | None = None
         self._sum: _Sum | None = None
 
@@ -172,7 +181,13 @@ class GlobalLoss:
         self._loss = loss
         if self._world.size > 1:
             term = 0.0 if loss is None or not self._counts else loss.to(torch.float64)
-            self._sum = _Sum(self._world, self._group, "the sum of the loss", range_names.LOSS_SUM, term)
+            name = range_names.LOSS_SUM
+            self._sum = _Sum(self._world, self._group, "the sum of the loss", name, term, *self._terms)
+
+    def counts(self) -> Tensor:
+        """Wait for the sums of the other numbers."""
+        assert self._sum is not None
+        return self._sum.wait()[1:]
 
     def finish(self) -> Tensor:
         """Wait for the sum and return it. Raises `WorkerError` if a rank does not come within the timeout."""

@@ -226,6 +226,20 @@ class ParallelModule(nn.Module):
         }
         return dict(engine.whole(local, trainable, None))
 
+    def drain(self) -> bool:
+        """Leave the gradients of the oldest step whose sums are on their way, with ``parallelize(staleness=...)``.
+
+        After the last step, as before a checkpoint: ``while model.drain(): optimizer.step(); optimizer.zero_grad()``.
+        All ranks must call it, as often.
+
+        Returns:
+            whether there was such a step.
+
+        Raises:
+            WorkerError: a rank did not come within the timeout.
+        """
+        return self._whale.engine.drain()
+
     def unlike_copies(self) -> dict[str, tuple[int, ...]]:
         """The parameters of which several ranks have a copy and not all copies have the same bits, with the ranks that
         differ from the first one that has it; none, in a sound run. Every rank must call it, between steps.

@@ -7,6 +7,7 @@ part of the whole buffer, so that nothing is held twice; else the whole is made 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from whale.runtime.failure import Failures
 from whale.runtime.local_program import Intervals
 from whale.runtime.ranges import named
 
-__all__ = ["GradientSlot", "HeldTensors", "HeldUnit", "Scattered", "Unit", "rows_of"]
+__all__ = ["GradientSlot", "HeldTensors", "HeldUnit", "Scattered", "Unit", "exchange", "rows_of"]
 
 ALIGNED_BYTES = 16
 """A multiple of the size of any element."""
@@ -190,6 +191,8 @@ class HeldUnit:
             name: GradientSlot(shape, unit.dtype, device) for name, shape in zip(unit.names, unit.shapes, strict=True)
         }
         self._arriving: _Arriving | None = None
+        self.late: deque[Scattered] = deque()
+        """Sums of earlier steps that are on their way."""
 
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.unit.dtype, device=self.device)
@@ -399,16 +402,9 @@ class HeldUnit:
     def _exchange(self, pieces: Sequence[Tensor], received: Tensor) -> list[dist.Work]:
         """Send each rank the piece that it owns, and receive the terms of this rank's from the others, one after the
         other; the piece of this rank stays where it is."""
-        terms = iter(received.split(len(self.own)) if len(self.own) else ())
-        works = []
-        for position, (rank, piece) in enumerate(zip(self.unit.spec.ranks, pieces, strict=True)):
-            if position == self.position:
-                continue
-            if len(self.own):
-                works.append(dist.irecv(next(terms), rank, group=self.sum_group))
-            if len(piece):
-                works.append(dist.isend(piece, rank, group=self.sum_group))
-        return [work for work in works if work is not None]
+        terms = list(received.split(len(self.own)) if len(self.own) else [received] * (len(pieces) - 1))
+        terms.insert(self.position, pieces[self.position])
+        return exchange(pieces, terms, self.unit.spec.ranks, self.position, self.sum_group)
 
     def sum_of(self, scattered: Scattered) -> Tensor:
         """Wait for the sum of this rank's stretch."""
@@ -425,8 +421,12 @@ class HeldUnit:
                 found = terms[0].to(self.unit.dtype, copy=True)
                 for term in terms[1:]:
                     found.add_(term)
-        found = found.to(self.unit.dtype)
-        return self._on_host(len(found)).copy_(found, non_blocking=True) if self.unit.on_host else found
+        return self.placed(found)
+
+    def placed(self, sum: Tensor) -> Tensor:
+        """A sum of this rank's stretch in the unit's dtype, and where it is."""
+        sum = sum.to(self.unit.dtype)
+        return self._on_host(len(sum)).copy_(sum, non_blocking=True) if self.unit.on_host else sum
 
     def added(self, sum: Tensor | None, other: Tensor) -> Tensor:
         """The sum of a stretch with that of another micro-batch."""
@@ -450,6 +450,14 @@ class HeldUnit:
             else:
                 tensor.grad.add_(gradient)
 
+    def leave_oldest(self, most: int) -> bool:
+        """Add the sum of the oldest of more than *most* late steps to the gradients of what this rank owns; whether
+        there was one."""
+        if len(self.late) <= most:
+            return False
+        self.add_gradients(self.sum_of(self.late.popleft()))
+        return True
+
     def wait_for(self, work: dist.Work, what: str) -> None:
         """Wait for communication; *what* is in the error if it fails."""
         spec = self.unit.spec
@@ -460,10 +468,46 @@ class HeldUnit:
         """The same without other ranks, and with no gradients."""
         made = HeldUnit.__new__(HeldUnit)
         made.__dict__.update(self.__dict__)
+        made.late = deque()
         made.group = made.sum_group = DryGroup("", self.unit.spec.ranks, [])
         made.slots = {n: GradientSlot(slot.shape, slot.dtype, slot.device) for n, slot in self.slots.items()}
         made.begin()
         return made
+
+
+def exchange(
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    ranks: Sequence[int],
+    position: int,
+    group: Any,
+    transport: Any = dist,
+) -> list[dist.Work]:
+    """Start to send each rank a vector, and to receive one of each; those of this rank itself stay where they are.
+
+    Args:
+        outgoing, incoming: one for each rank; empty ones are not sent.
+        ranks: of the group.
+        position: of this rank among them.
+        group: the process group.
+        transport: has ``isend`` and ``irecv``.
+    """
+    others = [
+        (rank, away, back)
+        for place, (rank, away, back) in enumerate(zip(ranks, outgoing, incoming, strict=True))
+        if place != position
+    ]
+    if outgoing[0].is_cuda:  # on NCCL messages of a group wait for each other, unless they start together
+        calls = [dist.P2POp(dist.irecv, back, rank, group) for rank, _, back in others if len(back)]
+        calls += [dist.P2POp(dist.isend, away, rank, group) for rank, away, _ in others if len(away)]
+        return dist.batch_isend_irecv(calls) if calls else []
+    works = []
+    for rank, away, back in others:
+        if len(back):
+            works.append(transport.irecv(back, rank, group=group))
+        if len(away):
+            works.append(transport.isend(away, rank, group=group))
+    return [work for work in works if work is not None]
 
 
 @cache

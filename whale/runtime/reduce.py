@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from whale.errors import ScheduleError, UsageError
 from whale.ir import range_names
+from whale.runtime.adasum import Combination, Counts, Terms, combined
 from whale.runtime.failure import Failures
 from whale.runtime.owned import GradientSlot, HeldUnit, Scattered
 from whale.runtime.ranges import named
@@ -52,6 +53,7 @@ class Bucket:
             every rank has all of them.
         each: whether it is summed in every backward of its stage, and not in the last alone.
         dtype: in which ranks exchange gradients and sum them; None: their own.
+        adasum: combines the gradients of replicas; None: they are summed.
     """
 
     index: int
@@ -63,6 +65,7 @@ class Bucket:
     unit: HeldUnit | None = None
     each: bool = False
     dtype: torch.dtype | None = None
+    adasum: Combination | None = None
 
     def exchanged(self, total: Tensor) -> Tensor:
         """A vector of gradients, as ranks exchange it."""
@@ -81,6 +84,7 @@ class _Pending:
     exchanged: Tensor | None = None  # the same in the dtype of the sum, if it is another
     work: dist.Work | None = None
     own: Tensor | None = None  # sum of this rank's stretch of a unit
+    terms: Terms | None = None  # of replicas, to be combined
     started: bool = False  # before its turn
 
     @property
@@ -101,12 +105,17 @@ class Reducer:
     With an update the parameters of a bucket are updated when its sum is there, and its gradients are freed: at most
     two buckets are on their way at a time.
     *failures* knows which rank this is; *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
+    Gradients of replicas are combined in `finish`, for which *counts* says what each replica's loss is divided by. They
+    are no sum, so what is accumulated is on all ranks, to which all add the same. With a *staleness* a step leaves
+    owners the sums of that many steps before it, and its own are on their way meanwhile.
 
     Raises:
         UsageError: parameters of a bucket differ in dtype or device, or one is in two buckets.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], failures: Failures, transport: Any = dist) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], failures: Failures, transport: Any = dist, *, staleness: int = 0
+    ) -> None:
         self.buckets = tuple(buckets)
         self._failures = failures
         self._transport = transport
@@ -120,6 +129,8 @@ class Reducer:
         self._flying_apart: deque[_Pending] = deque()  # whose gradients are exchanged in another dtype
         self._update: Update | None = None
         self.sums_each = any(bucket.each for bucket in buckets)
+        self.counts: Counts | None = None
+        self._staleness = staleness
         seen: set[Holder] = set()
         for bucket in self.buckets:
             kinds = {(parameter.dtype, parameter.device) for parameter in bucket.parameters}
@@ -148,7 +159,7 @@ class Reducer:
                         parameter.grad = None
                     elif parameter.grad is not None:
                         self._before[parameter] = parameter.grad
-                        if self._failures.rank != min(bucket.ranks):
+                        if bucket.adasum is not None or self._failures.rank != min(bucket.ranks):
                             parameter.grad = None
 
     def resume(self) -> list[Tensor]:
@@ -207,16 +218,39 @@ class Reducer:
             left = [pending.bucket.index for pending in self._pending[self._next :]]
             raise ScheduleError(f"the step ended before buckets {left} were reduced")
         self._land(0)
+        self._combine()
         self._flying_apart.clear()
         for pending in self._pending:
             bucket = pending.bucket
             if bucket.unit is not None and pending.own is not None:
                 bucket.unit.add_gradients(pending.own)
+            if bucket.unit is not None and self._staleness:
+                bucket.unit.leave_oldest(self._staleness)
             self._wait(pending)
             self._write(pending)
         self._pending = []
         self._of.clear()
         self._before.clear()
+
+    def _combine(self) -> None:
+        """Combine the gradients of replicas."""
+        sums = [
+            (pending, pending.bucket.adasum, pending.terms)
+            for pending in self._pending
+            if pending.bucket.adasum is not None and pending.terms is not None
+        ]
+        if not sums:
+            return
+        gathers = []
+        found = combined([(adasum, terms) for _, adasum, terms in sums], self.counts)
+        for (pending, adasum, _), own in zip(sums, found, strict=True):
+            pending.terms = None
+            if pending.bucket.unit is not None:
+                pending.own = pending.bucket.unit.placed(own)
+            elif pending.total is not None:
+                gathers.append((adasum, adasum.gather(own, pending.total)))
+        for adasum, works in gathers:
+            adasum.wait(works, adasum.spec.ranks, found[0].device)
 
     def _wait(self, pending: _Pending) -> None:
         """Wait for the sum of a bucket."""
@@ -237,7 +271,9 @@ class Reducer:
         for parameter, total in pending.places.items():
             if (before := self._before.get(parameter)) is not None:
                 parameter.grad = before
-                if total is not before:
+                if pending.bucket.adasum is not None:
+                    before.add_(total)
+                elif total is not before:
                     targets.append(before)
                     sources.append(total)
         if targets:
@@ -257,7 +293,7 @@ class Reducer:
         """Make the memory of a bucket's gradients: that of those which are there already, if it is in one piece."""
         parameters = pending.bucket.parameters
         before = [self._before.get(parameter) for parameter in parameters]
-        pending.total = _side_by_side(before)
+        pending.total = _side_by_side(before) if pending.bucket.adasum is None else None
         if pending.total is not None:
             pending.places = {p: there for p, there in zip(parameters, before, strict=True) if there is not None}
             return
@@ -313,9 +349,16 @@ class Reducer:
             self._step(pending)
             return
         with torch.no_grad(), named(range_names.BUCKET_SUM, bucket.index):
+            if bucket.adasum is not None:
+                total = self._total(pending) if bucket.unit is None else self._take(pending)
+                pending.terms = bucket.adasum.start(bucket.exchanged(total))
+                return
             if bucket.unit is not None:
                 self._land(1)
                 scattered = bucket.unit.scatter(bucket.exchanged(self._take(pending)))
+                if self._staleness:
+                    bucket.unit.late.append(scattered)
+                    return
                 self._flying.append((pending, scattered, last))
                 return
             if self._update is not None:
