@@ -1,7 +1,8 @@
 """Key-value messages between ranks through the rendezvous store.
 
-Waiting ranks block on a socket at first, and look now and then later: torch logs each wait on a socket that times out,
-and a search of rank 0 may take minutes. No collective runs. It knows ranks, names and JSON, not the content of messages.
+Waiting ranks block on a socket at first, and look now and then later: torch logs each wait on a socket that times
+out, and a search of rank 0 may take minutes. No collective runs. It knows ranks, names and JSON, not the content of
+messages.
 """
 
 from __future__ import annotations
