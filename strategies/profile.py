@@ -137,7 +137,7 @@ def profile_model(
                 variants.append(_with(kind.variant(degree, sent=sent[position]), between[position]))
             except _NoLaw as error:
                 if degree == 1:
-                    raise
+                    raise UsageError(str(error)) from error
                 refused.setdefault(degree, str(error))
         kinds.append(LayerKind(name=first.chain.names[position], variants=tuple(variants), output=outputs[position]))
     kinds = [_without(kind, refused) for kind in kinds]
@@ -591,7 +591,8 @@ class _KindCosts:
             raise _NoLaw(
                 f"layer {self.name}: something in it grows with the rows of a micro-batch as "
                 f"{', '.join(map(str, values))} at {', '.join(map(str, self.models))} rows, not by the row; such a "
-                "model has no profile"
+                "model has no profile, so it is neither searched nor cut into stages: annotate it, for "
+                "parallelize without plan='auto', or for 'whale plan'"
             )
         return Affine(_number(fixed), _number(slope))
 

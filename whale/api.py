@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale.annotations import Annotation, annotate, forget, get_default_strategy, module_scopes
-from whale.arguments import check_choice, check_count, check_number, check_type, known_arguments
+from whale.arguments import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    check_type,
+    check_updates,
+    known_arguments,
+)
 from whale.commands.automatic import automatic_plan, with_least_memory
 from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
 from whale.compile.communicators import communicators
@@ -213,6 +221,13 @@ def parallelize(
     if staleness is not None:
         check_count("staleness", staleness, least=0)
     check_type("step_in_backward", step_in_backward, (bool, type(None)), "True or False")
+    for name, flag in {
+        "promote_casts": promote_casts,
+        "sync_module_states": sync_module_states,
+        "compile": compile,
+        "cuda_graphs": cuda_graphs,
+    }.items():
+        check_flag(name, flag)
     check_type("seed", seed, (int, type(None)), "a whole number")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
@@ -268,11 +283,7 @@ def parallelize(
     if cuda_graphs:
         check_recordable(launch.device)
     options = replace(options, precision=_precision(precision or (plan.precision if plan else None), launch.device))
-    if options.step_in_backward and options.precision == "fp16":
-        raise UsageError(
-            "step_in_backward=True updates parameters before all gradients are known, but with precision='fp16' a step "
-            "is skipped if any of them is not finite: use bf16, or leave step_in_backward out"
-        )
+    check_updates(options.precision, step_in_backward=options.step_in_backward, name="step_in_backward=True")
     if plan is not None:
         plan.check_world(launch.size)
     world: World | None = None

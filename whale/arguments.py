@@ -15,7 +15,16 @@ from typing import Any, ParamSpec, TypeVar
 
 from whale.errors import UsageError
 
-__all__ = ["check_choice", "check_count", "check_number", "check_type", "known_arguments", "nearest"]
+__all__ = [
+    "check_choice",
+    "check_count",
+    "check_flag",
+    "check_number",
+    "check_type",
+    "check_updates",
+    "known_arguments",
+    "nearest",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,6 +102,20 @@ def check_number(name: str, value: object, *, above: float) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > above
     if not good:
         raise UsageError(f"{name}={value!r}: it must be a number above {above:g}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse anything except True and False."""
+    check_type(name, value, bool, "True or False")
+
+
+def check_updates(precision: str | None, *, step_in_backward: bool, name: str) -> None:
+    """Refuse updates in the backward, asked for by *name*, under a precision that skips steps."""
+    if step_in_backward and precision == "fp16":
+        raise UsageError(
+            f"{name} updates parameters before all gradients are known, but with precision='fp16' a step is skipped if "
+            f"any of them is not finite: use bf16, or leave {name.removesuffix('=True')} out"
+        )
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:

@@ -383,6 +383,21 @@ def test_folders_that_hosts_do_not_share_are_named(worlds: Worlds, tmp_path: Pat
         assert "rank 1: it does not see" in text and "all hosts must share the directory" in text
 
 
+def no_directory(world: World, file: Path) -> str:
+    try:
+        whale.load_checkpoint(file, small({"": whale.split()}))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_no_directory_is_named_on_all_ranks(worlds: Worlds, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for text in worlds.run(2, no_directory, file):
+        assert text == f"rank 0: {file} cannot be read: Not a directory"
+
+
 def damaged(world: World, folder: Path) -> tuple[int, str]:
     model = small({"": whale.split()})
     for step in (1, 2):

@@ -164,6 +164,7 @@ def findings(value: Any, schema: dict[str, Any], where: str = "") -> Iterator[st
         (["--on", "k8s"], 2, "--on k8s needs --image"),
         (["--on", "local", "--image", "a"], 2, "--image is for --on k8s"),
         (["--on", "k8s", "--image", "a", "--option=-x"], 2, "--option is for --on slurm"),
+        (["--on", "slurm", "--option=partition=gpu"], 2, "--option partition=gpu: options of sbatch begin with a dash"),
         (["--on", "slurm", "--feature", "T4=a"], 2, "--feature T4=a: the cluster has no T4, but A100-SXM4-80GB, V100"),
         (["--on", "k8s", "--image", "a", "--name", "Big_Job"], 2, "'Big_Job' is no name for Kubernetes"),
     ],
@@ -172,6 +173,12 @@ def test_what_does_not_fit_is_refused(arguments: list[str], code: int, message: 
     result = launched(tmp_path, GPUS, *arguments, "--dry-run", "--", "train.py")
     assert (result.exit_code, result.stdout) == (code, "")
     assert message in result.stderr
+
+
+def test_a_script_that_is_not_there_is_not_started(tmp_path: Path) -> None:
+    result = launched(tmp_path, GPUS, "--on", "local", "--", str(tmp_path / "train.py"))
+    assert result.exit_code == 2
+    assert "train.py is no file; give the training script" in result.stderr
 
 
 def test_a_plan_of_other_machines_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Messages between ranks: a wait ends soon after a rank was lost that would have to write."""
 
+import threading
 import time
 
 import pytest
@@ -37,5 +38,14 @@ def test_what_is_there_is_read_although_a_rank_is_lost() -> None:
 
 
 def test_a_wait_ends_with_its_patience() -> None:
-    with pytest.raises(WorkerError, match="folder of the checkpoint"):
+    with pytest.raises(WorkerError, match="folder of the checkpoint, and another rank did not come"):
         Board(world(), "checkpoint", patience_seconds=0.2).get("folder")
+
+
+def test_a_long_wait_fills_no_log(capfd: pytest.CaptureFixture[str]) -> None:
+    own = world()
+    board = Board(own, "search", patience_seconds=60.0)
+    late = threading.Timer(2.6, board.put, ("plan", "found"))
+    late.start()
+    assert board.get("plan") == "found"
+    assert capfd.readouterr().err.count("timed out") <= 1

@@ -111,6 +111,14 @@ def test_without_a_checkpoint_nothing_is_loaded(runs: Runs, tmp_path: Path) -> N
     assert runs.load(tmp_path / "missing") == 0
 
 
+def test_a_checkpoint_that_is_named_must_be_there(runs: Runs, copy: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"runs has no checkpoint of step 7; it has \[2, 1\]"):
+        runs.load(copy / step_name(7))
+    (copy / step_name(2) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000002/manifest.json cannot be read"):
+        runs.load(copy / step_name(2))
+
+
 def test_as_many_stay_as_are_kept_and_the_same_step_is_replaced(tmp_path: Path) -> None:
     model, optimizer = run_of()
     for step in (1, 2, 3, 3):

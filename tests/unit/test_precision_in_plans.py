@@ -137,6 +137,13 @@ def test_commands_say_the_precision_in_the_plan_and_of_whom_it_is(tmp_path: Path
     assert "as other stacks run it" not in estimated.stdout
 
 
+@pytest.mark.parametrize("verb", ["plan", "search", "estimate"])
+def test_updates_in_the_backward_are_not_planned_where_steps_may_be_skipped(tmp_path: Path, verb: str) -> None:
+    refused = run(tmp_path, verb, *GIVEN, "--batch", "8", "--precision", "fp16", "--step-in-backward")
+    assert refused.exit_code == 2, refused.output
+    assert "--step-in-backward updates parameters before all gradients are known" in refused.stderr
+
+
 def test_a_profile_alone_says_its_precision(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     for precision, other in (("bf16", "fp32"), ("fp32", "bf16")):

@@ -405,3 +405,21 @@ def test_a_batch_of_too_few_rows_is_captured_again_in_the_models_number_type() -
     captured = CandidateCompiler(loaded.model, loaded.batch, name="gpt").captured
     found = profile_model(loaded.model, loaded.batch, tensor_degrees=(1,), captured=captured)
     assert (found.precision, found.layers) == ("float32", gpt().layers)
+
+
+class Pairs(nn.Module):
+    """Scores of all pairs of rows, as contrastive losses compute them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.encode(x)
+        return (y @ y.T).logsumexp(1).mean()
+
+
+def test_a_model_that_grows_with_pairs_of_rows_is_refused_with_a_way_out() -> None:
+    with pytest.raises(UsageError, match=r"grows with the rows .* 4, 9, 16 at 2, 3, 4 rows.*annotate it") as found:
+        profile_model(Pairs().to("meta"), (torch.empty(8, 4, device="meta"),))
+    assert found.type is UsageError

@@ -27,8 +27,8 @@ from whale.checkpoint.collect import (
     sorted_out,
     state_tensor_key,
 )
-from whale.checkpoint.folder import checkpoint_in, steps
-from whale.checkpoint.format import Group, Index, Intervals, Key, length, step_name, whole
+from whale.checkpoint.folder import steps
+from whale.checkpoint.format import Group, Index, Intervals, Key, is_step_name, length, step_name, whole
 from whale.checkpoint.generators import GeneratorState
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.save import wait_for_checkpoints
@@ -107,11 +107,13 @@ def _newest_good(
     wait_for_checkpoints()
     world = engine_of(kinds.models[MODEL]).world
     meeting = Board(world, "checkpoint that is loaded", world.failures.timeout_seconds)
-    if step is None and checkpoint_in(directory) == directory:  # one of them was named
+    if step is None and is_step_name(directory.name):  # one of them was named, which may be gone
         directory, step = directory.parent, int(directory.name.removeprefix("step-"))
     if world.rank == 0:
-        meeting.put("steps", steps(directory))
-    found = meeting.get("steps")
+        meeting.put("steps", _steps(directory))
+    found, unreadable = meeting.get("steps")
+    if unreadable:
+        raise CheckpointError(f"rank 0: {directory} cannot be read: {unreadable}")
     if step is not None and step not in found:
         raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has {found or 'none'}")
     damaged: list[str] = []
@@ -144,6 +146,14 @@ def _newest_good(
     if damaged:
         raise CheckpointError(f"{directory} has no good checkpoint: {'; '.join(damaged)}")
     return None
+
+
+def _steps(directory: Path) -> tuple[list[int], str]:
+    """The steps of complete checkpoints, and what is wrong with the directory: the other ranks wait for either."""
+    try:
+        return steps(directory), ""
+    except OSError as error:
+        return [], error.strerror or type(error).__name__
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from whale.arguments import check_updates
 from whale.cli.assumptions import assumptions_text, is_given
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import (
@@ -119,6 +120,7 @@ def estimate(
         raise UsageError("--gradient-dtype: other stacks sum gradients in a number type of their own; leave it out")
     if configuration.step_in_backward and (beyond or configuration.stack not in (None, "whale")):
         raise UsageError("--step-in-backward: it is predicted as Whale runs it, not as other stacks do; leave it out")
+    check_updates(configuration.precision, step_in_backward=configuration.step_in_backward, name="--step-in-backward")
     if offload != "none" and (beyond or configuration.stack not in (None, "whale")):
         raise UsageError("--offload: it is priced as Whale runs it, not as other stacks do; leave it out")
     if not beyond and configuration.stack is None:

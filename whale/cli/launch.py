@@ -67,6 +67,12 @@ def launch(
     for value, option, for_ in ((options, "--option", "slurm"), (image, "--image", "k8s"), (claim, "--claim", "k8s")):
         if value and engine != for_:
             raise UsageError(f"{option} is for --on {for_}")
+    for option in options:
+        if not option.startswith("-"):
+            raise UsageError(f"--option {option}: options of sbatch begin with a dash, such as --option=--time=60")
+    starts = engine == "local" and output is None and not dry_run
+    if starts and not command[0].startswith("-") and not Path(command[0]).is_file():  # -m is torchrun's own
+        raise UsageError(f"{command[0]} is no file; give the training script, and its own arguments after it")
     if engine == "k8s" and image is None:
         raise UsageError("--on k8s needs --image, the container that has the script")
     named = name or re.sub(r"[^a-z0-9]+", "-", Path(command[0]).stem.lower()).strip("-") or "whale"
@@ -88,7 +94,7 @@ def launch(
         text = local_script(launch)
     if dry_run:
         click.echo(text, nl=False)
-    elif engine == "local" and output is None:
+    elif starts:
         ctx.exit(subprocess.run(["bash", "-c", text], check=False).returncode)
     else:
         path = output or Path(_FILES[engine].format(named))

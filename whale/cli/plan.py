@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from whale.arguments import check_updates
 from whale.cli.assumptions import assumptions_text, autocast_of, in_precision, said_of_hosts, said_of_model
 from whale.cli.clusters import load_cluster
 from whale.cli.files import refuse_same, refuse_unwritable, write_whole
@@ -133,6 +134,7 @@ def plan(
         for given, option in (*told, (staleness, "--staleness")):
             if given:
                 raise UsageError(f"{option} is for --model")
+        check_updates(profile.autocast, step_in_backward=step_in_backward, name="--step-in-backward")
         state = _of_level(zero, state_shares, state_align, offload, reduce)
         size = (batch_size, micro_batches, schedule, stages or 1, replicas)
         choice = _of_profile(
@@ -161,6 +163,7 @@ def plan(
     if rows is None:
         raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
     autocast = autocast_of(precision, profile)
+    check_updates(autocast, step_in_backward=step_in_backward, name="--step-in-backward")
     precision = in_precision(loaded, precision or autocast)
     scopes = module_scopes(loaded.model)
     if profile is None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from whale.arguments import check_updates
 from whale.cli.assumptions import (
     assumptions_text,
     autocast_of,
@@ -212,7 +213,7 @@ def search(
         model = SearchedModel.of(loaded, profile, cluster, precision, optimizer, annotations, options, rules=rules)
         profile = model.profile
     assert profile is not None
-    autocast_of(precision, profile)
+    check_updates(autocast_of(precision, profile), step_in_backward=step_in_backward, name="--step-in-backward")
     given = replace(
         asked,
         precision=precision or _precision(profile),

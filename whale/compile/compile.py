@@ -656,7 +656,9 @@ def _warnings(assignment: Assignment, options: Options, report: Report, captured
             f"split along a dim: {', '.join(uncut[:5])} cannot be cut along it: computed whole on every rank, from "
             "gathered parts (slower, not wrong)"
         )
-    matrices = [captured.parameters[v[0].name] for v in report.gathered if v[0].name in captured.parameters]
+    matrices = list(
+        dict.fromkeys(captured.parameters[v[0].name] for v in report.gathered if v[0].name in captured.parameters)
+    )
     if matrices:
         yield f"split: {', '.join(matrices[:5])} cannot be stored in parts by its operators and stays whole"
 

@@ -104,7 +104,7 @@ class Failures:
         first = self.first(_GRACE_SECONDS)
         if first is not None and first.rank != self.rank:
             return WorkerError.after(first.code, f"{first.message} [rank {self.rank} was waiting for {what}]")
-        who = f"rank {late[0]}" if len(late) == 1 else f"ranks {late}"
+        who = f"rank {late[0]}" if len(late) == 1 else f"ranks {late}" if late else "another rank"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         message = (
             f"rank {self.rank} waited for {what}, and {who} did not come within {self.timeout_seconds:g} s "

@@ -1,11 +1,13 @@
 """Key-value messages between ranks through the rendezvous store.
 
-Waiting ranks block on a socket: they use no processor and no collective runs. It knows ranks, names and JSON, not the
-content of messages.
+Waiting ranks block on a socket at first, and look now and then later: torch logs each wait on a socket that times
+out, and a search of rank 0 may take minutes. No collective runs. It knows ranks, names and JSON, not the content of
+messages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +23,10 @@ from whale.runtime.launch import World
 __all__ = ["Board", "from_first"]
 
 SLICE_SECONDS = 1.0
-"""Time between two looks whether a rank was lost."""
+"""Time of the first wait; after it, and after each look, ranks also look whether one was lost."""
+
+LOOK_SECONDS = 0.1
+"""Time between two looks for a message that is late."""
 
 GRACE_SECONDS = 3.0
 """Time after a rank was lost for messages of the others."""
@@ -66,17 +71,20 @@ class Board:
         if store is None:
             return self._own[key]
         name = f"{self.topic}/{self._number}/{key}"
-        end, lost_at = time.monotonic() + self.patience_seconds, None
-        while True:
-            left = min(end, end if lost_at is None else lost_at + GRACE_SECONDS) - time.monotonic()
-            try:
-                store.wait([name], timedelta(seconds=max(0.01, min(SLICE_SECONDS, left))))
-                return json.loads(store.get(name))
-            except RuntimeError as error:
-                if left <= SLICE_SECONDS or not isinstance(error, dist.DistStoreError):
-                    raise self.world.failures.lost(f"{key} of the {self.topic}", (), error) from error
-                if lost_at is None and store.check([LOST]):
-                    lost_at = time.monotonic()
+        end = time.monotonic() + self.patience_seconds
+        lost = False
+        try:
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait([name], timedelta(seconds=max(0.01, min(SLICE_SECONDS, self.patience_seconds))))
+            while not store.check([name]):
+                if not lost and store.check([LOST]):
+                    lost, end = True, min(end, time.monotonic() + GRACE_SECONDS)
+                if time.monotonic() > end:
+                    raise TimeoutError("timed out")
+                time.sleep(LOOK_SECONDS)
+            return json.loads(store.get(name))
+        except (RuntimeError, TimeoutError) as error:
+            raise self.world.failures.lost(f"{key} of the {self.topic}", (), error) from error
 
 
 def from_first(world: World, topic: str, make: Callable[[], str], *, patience_seconds: float) -> str:

@@ -196,6 +196,31 @@ def test_the_heads_of_a_library_s_attention_are_counted_too(launched: Launched, 
     refused(InfeasibleError, parts, model, {"input_ids": ids, "labels": ids})
 
 
+class Steps(nn.Module):
+    """A recurrent cell that is called for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], 6)
+        for position in range(x.shape[1]):
+            state = self.cell(x[:, position], state)
+        return state.square().mean()
+
+
+def test_a_matrix_that_stays_whole_is_named_once(launched: Launched) -> None:
+    launched(2)
+    model = Steps()
+    whale.annotate(model, {"": whale.split()})
+    compilation = compile_model(
+        model, (torch.zeros(4, 3, 4),), Cluster.homogeneous(2), Options(), device="cpu", training=True
+    )
+    (text,) = (text for text in compilation.warnings if "stays whole" in text)
+    assert text.count("cell.weight_hh") == 1
+
+
 def test_fewer_key_value_heads_than_ranks_are_legal_with_at_most_one_warning(launched: Launched) -> None:
     launched(4)
     model = llama(heads=8)
