@@ -1,7 +1,7 @@
 """Key-value messages between ranks through the rendezvous store.
 
-Waiting ranks block on a socket: they use no processor and no collective runs. It knows ranks, names and JSON, not the
-content of messages.
+A waiting rank looks at the store now and then, and no collective runs: a wait on the store's socket ends with a
+warning of torch for each limit that it has. It knows ranks, names and JSON, not the content of messages.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from whale.errors import WhaleError, WorkerError
 from whale.runtime.failure import LOST
@@ -20,8 +17,8 @@ from whale.runtime.launch import World
 
 __all__ = ["Board", "from_first"]
 
-SLICE_SECONDS = 1.0
-"""Time between two looks whether a rank was lost."""
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.001, 0.25
+"""Between two looks at the store: a tenth of the time that a rank has waited, within these."""
 
 GRACE_SECONDS = 3.0
 """Time after a rank was lost for messages of the others."""
@@ -56,27 +53,30 @@ class Board:
             else:
                 self.world.store.delete_key(f"{self.topic}/{self._number}/{key}")
 
-    def get(self, key: str) -> Any:
-        """Wait for a message and return it.
+    def get(self, key: str, writer: int | None) -> Any:
+        """Wait for a message of rank *writer* and return it; None: of any rank.
 
         Raises:
-            WorkerError: the wait timed out, or a rank was lost meanwhile, which would have to write it.
+            WorkerError: the wait timed out, or a rank was lost meanwhile; names the writer.
         """
         store = self.world.store
         if store is None:
             return self._own[key]
         name = f"{self.topic}/{self._number}/{key}"
-        end, lost_at = time.monotonic() + self.patience_seconds, None
-        while True:
-            left = min(end, end if lost_at is None else lost_at + GRACE_SECONDS) - time.monotonic()
-            try:
-                store.wait([name], timedelta(seconds=max(0.01, min(SLICE_SECONDS, left))))
-                return json.loads(store.get(name))
-            except RuntimeError as error:
-                if left <= SLICE_SECONDS or not isinstance(error, dist.DistStoreError):
-                    raise self.world.failures.lost(f"{key} of the {self.topic}", (), error) from error
-                if lost_at is None and store.check([LOST]):
-                    lost_at = time.monotonic()
+        begin = time.monotonic()
+        end, is_lost = begin + self.patience_seconds, False
+        try:
+            while not store.check([name]):
+                now = time.monotonic()
+                if now > end:
+                    raise RuntimeError(f"no message after {now - begin:.1f} s")
+                if not is_lost and store.check([LOST]):
+                    is_lost, end = True, min(end, now + GRACE_SECONDS)
+                time.sleep(min(max(SHORTEST_SECONDS, (now - begin) / 10), LONGEST_SECONDS, max(0.0, end - now)))
+            return json.loads(store.get(name))
+        except RuntimeError as error:
+            ranks = range(self.world.size) if writer is None else (writer,)
+            raise self.world.failures.lost(f"{key} of the {self.topic}", ranks, error) from error
 
 
 def from_first(world: World, topic: str, make: Callable[[], str], *, patience_seconds: float) -> str:
@@ -96,7 +96,7 @@ def from_first(world: World, topic: str, make: Callable[[], str], *, patience_se
             raise
         board.put("made", made)
         return made
-    text = board.get("made")
+    text = board.get("made", 0)
     if text is None:
-        raise WorkerError.after(board.get("code"), str(board.get("failure")))
+        raise WorkerError.after(board.get("code", 0), str(board.get("failure", 0)))
     return str(text)
