@@ -161,6 +161,7 @@ def report(what: str, options: argparse.Namespace, text: str, command: str = "")
     if not options.write:
         return
     document = (sys.modules["__main__"].__doc__ or "").strip()
+    repeats = f" --repeats {options.repeats}" if hasattr(options, "repeats") else ""
     lines = [
         f"# {what.replace('_', ' ').capitalize()}",
         "",
@@ -171,7 +172,7 @@ def report(what: str, options: argparse.Namespace, text: str, command: str = "")
         f"- hardware: {_processor()}, {os.cpu_count()} cores, shared with other work; one thread a rank",
         f"- versions: torch {torch.__version__}, transformers {version('transformers')}, "
         f"Python {platform.python_version()}",
-        f"- command: `{command or f'python benchmarks/{Path(sys.argv[0]).name}'} --repeats {options.repeats}`",
+        f"- command: `{command or f'python benchmarks/{Path(sys.argv[0]).name}'}{repeats}`",
         f"- date: {options.write}",
         "",
     ]

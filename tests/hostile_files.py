@@ -28,6 +28,7 @@ from whale.commands.rank_traces import parse_trace, summary
 from whale.errors import CheckpointError, InputFileError
 from whale.ir.cluster import Cluster
 from whale.ir.document import Format
+from whale.ir.jobs import Jobs
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.search_record import SearchRecord
@@ -112,6 +113,27 @@ GOOD_PLAN = """{
     {"ranks": ["4-7"], "axes": [{"name": "split", "size": 4, "role": "split", "shares": [1.5, 1, 1, 1]}]}
   ]
 }"""
+GOOD_JOBS = """\
+format_version = 1
+restart_seconds = 30.5
+[[jobs]]
+name = "pretrain"
+model = "models/gpt.py:gpt"
+set = {layers = 4, dropout = 0.1, causal = true, attention = "sdpa"}
+batch = [32, 128]
+rows = 4_000_000
+noise_scale = 256.0
+precision = "bf16"
+optimizer = "sgd"
+devices = {T4 = 2}
+[[jobs]]
+name = "probe"
+profile = "probe.json"
+batch = 32
+rows = 100
+weight = 4.0
+max_devices = 1
+"""
 GOOD_PROFILE = """{
   "format_version": 1, "name": "model", "layers": [0, 0], "paths": ["h.0", "h.1"], "precision": "float32",
   "kinds": [{
@@ -229,6 +251,13 @@ KINDS = (
         good=tomllib.loads(GOOD_CLUSTER),
         words=("T4", "card", "16 GiB", "5 us", "1 TFLOP/s", "100 Gbit/s", "tcp", "float16"),
         parse=lambda text, format: Cluster.parse(text, format, source="cluster", catalog=device_types()),
+    ),
+    FileKind(
+        name="jobs",
+        formats=("toml", "yaml", "json"),
+        good=tomllib.loads(GOOD_JOBS),
+        words=("T4", "hf:gpt2", "../../secret.py:main", "/etc/passwd", "bf16", "sgd", "a b"),
+        parse=lambda text, format: Jobs.parse(text, format=format, source="jobs"),
     ),
     FileKind(
         name="plan",

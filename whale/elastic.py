@@ -1,8 +1,8 @@
 """Jobs whose machines come and go: torch's elastic agent with the settings that work, and a batch that may change.
 
 `Agent` is one machine's part of ``whale run``: it starts the ranks of this machine, and starts them again with the
-machines that are there whenever one is lost or comes. The script does the rest: it searches a plan, loads its newest
-checkpoint and goes on. This module knows no models.
+machines that are there whenever one is lost or comes; or with the same ones, where these have numbers. The script does
+the rest: it searches a plan, loads its newest checkpoint and goes on. This module knows no models.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -25,13 +26,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
 from whale.errors import WorkerError
-from whale.runtime.ending import ELASTIC
+from whale.runtime.ending import ELASTIC, ENDING
 
-__all__ = ["ENDING", "Agent", "Ended"]
-
-ENDING = (2, 3, 4)
-"""Exit codes after which nothing is started again: a wrong argument, a bad file, and what no plan fits are the same
-the next time."""
+__all__ = ["Agent", "Ended"]
 
 SETTINGS = {
     "join_timeout": 600,
@@ -67,6 +64,8 @@ class Agent:
         processes: ranks that this machine starts.
         endpoint: ``host:port`` at which the machines meet; empty: this one is alone.
         hosts: whether this machine has the meeting point; None: if it has the endpoint's address.
+        number: of this machine, if ranks are in the order of machines' numbers, and all of them are there; the meeting
+            point is at machine 0. None: they are in the order of addresses.
         job: a name that the machines of a job share, and no other at this endpoint has.
         max_restarts: after failures of ranks; machines that come do not count.
         local_address: of this machine for the others; None: its host name.
@@ -77,6 +76,7 @@ class Agent:
     processes: int
     endpoint: str = ""
     hosts: bool | None = None
+    number: int | None = None
     job: str = "whale"
     max_restarts: int = 10
     local_address: str | None = None
@@ -99,7 +99,7 @@ class Agent:
         with tempfile.TemporaryDirectory(prefix="whale-run-") as folder:
             try:
                 self._run(script, folder)
-            except RendezvousError as error:
+            except (RendezvousError, DistError) as error:
                 raise Ended(
                     f"the machines of job {self.job} do not meet at {self.endpoint or 'this machine'} (any more): "
                     f"one of them has ended the job, or that with the meeting point is gone ({type(error).__name__})"
@@ -107,12 +107,15 @@ class Agent:
 
     def _run(self, script: Sequence[str], folder: str) -> None:
         alone = not self.endpoint
-        settings: dict[str, Any] = dict(SETTINGS)
-        if self.hosts is not None or alone:
-            settings["is_host"] = str(bool(self.hosts) or alone).lower()
+        if self.number is not None:
+            settings: dict[str, Any] = {"rank": self.number, "timeout": SETTINGS["join_timeout"]}
+        else:
+            settings = dict(SETTINGS)
+            if self.hosts is not None or alone:
+                settings["is_host"] = str(bool(self.hosts) or alone).lower()
         address = "127.0.0.1" if alone or self.endpoint.startswith(("127.", "localhost")) else None
         parameters = RendezvousParameters(
-            backend="c10d",
+            backend="c10d" if self.number is None else "static",
             endpoint=self.endpoint or "127.0.0.1:0",
             run_id=uuid.uuid4().hex if alone else self.job,
             min_nodes=self.machines[0],

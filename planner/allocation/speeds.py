@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from whale.planner.cost.stage_cost import Memo
 from whale.planner.search import Candidate, SearchSettings, search
 from whale.planner.what_if import only
 
-__all__ = ["SEARCH_SECONDS", "JobSpeeds", "speeds_of"]
+__all__ = ["SEARCH_SECONDS", "JobSpeeds", "settings_of", "speeds_of"]
 
 SEARCH_SECONDS = 2.0
 """Time limit of each search; most take a tenth."""
@@ -38,6 +38,16 @@ class JobSpeeds:
     rows_per_second: NDArray[np.float64]
     batches: tuple[int, ...]
     plans: tuple[Candidate | None, ...]
+
+
+def settings_of(job: Job, profile: ModelProfile) -> SearchSettings:
+    """The settings with which plans of a job are searched."""
+    return SearchSettings(
+        precision=job.precision or own_precision(profile),
+        optimizer=job.optimizer,  # type: ignore[arg-type]  # the caller has checked it
+        zero="auto",
+        top=1,
+    )
 
 
 def speeds_of(
@@ -63,13 +73,7 @@ def speeds_of(
         InfeasibleError: it fits on no devices; the message is that of all of them.
         UsageError: the job contradicts its profile.
     """
-    settings = SearchSettings(
-        precision=job.precision or own_precision(profile),
-        optimizer=job.optimizer,  # type: ignore[arg-type]  # the caller has checked it
-        zero="auto",
-        top=1,
-        time_limit=search_seconds,
-    )
+    settings = replace(settings_of(job, profile), time_limit=search_seconds)
     known = Memo()
     rates = np.zeros(len(options.counts))
     batches = [0] * len(rates)

@@ -14,10 +14,10 @@ import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -82,11 +82,16 @@ def run_script(
 
 
 def _run(command: tuple[str, ...], environment: dict[str, str], folder: str, output: str) -> None:
-    """Become a process that was started with *command*."""
+    """Become a process that was started with *command*, whose output is in files."""
     for number, kind in ((1, "stdout"), (2, "stderr")):
         file = os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
         os.close(file)
+    become(command, environment, folder)
+
+
+def become(command: Sequence[str], environment: Mapping[str, str], folder: str) -> NoReturn:
+    """Go on as a process that was started with *command*: a script and its arguments, or ``-m`` and a module."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

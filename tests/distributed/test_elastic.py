@@ -168,6 +168,9 @@ def test_the_curve_goes_on_with_other_devices_under_another_plan(start: Callable
         (["--elastic", "8:3"], "the least number is at least 1, and at most the greatest"),
         (["--elastic", "three"], "write the least and the greatest number of machines, such as 3:8"),
         (["--elastic", "1:2", "--endpoint", "node0"], "--endpoint node0: write HOST:PORT, such as node0:29400"),
+        (["--elastic", "2", "--machine", "2", "--endpoint", "node0:29400"], "give their number, --elastic N, and"),
+        (["--elastic", "1:2", "--machine", "0", "--endpoint", "node0:29400"], "give their number, --elastic N, and"),
+        (["--machine", "0"], "--machine 0: machines with numbers are all there"),
         (["--processes", "2"], "is no file; give the training script"),
     ],
 )

@@ -81,8 +81,8 @@ srun --het-group=0,1 --kill-on-bad-exit=1 bash -c '
 if [ $SLURM_PROCID -lt 1 ]; then processes=8;
 else processes=4;
 fi
-exec python -m torch.distributed.run --nnodes 3 --node-rank $SLURM_PROCID --nproc-per-node $processes \
---max-restarts 3 --master-addr $MASTER_ADDR --master-port $MASTER_PORT train.py --lr 1e-3 '\''it'\''"'\''"'\''s'\''
+exec python -m whale run --elastic 3 --machine $SLURM_PROCID --processes $processes --max-restarts 3 \
+--endpoint $MASTER_ADDR:$MASTER_PORT train.py --lr 1e-3 '\''it'\''"'\''"'\''s'\''
 '
 """.replace("\\\n", "")
 
@@ -109,10 +109,13 @@ def test_the_job_set_is_one_of_the_schema_with_nodes_numbered_in_the_order_of_ra
     jobs = document["spec"]["replicatedJobs"]
     commands = [job["template"]["spec"]["template"]["spec"]["containers"][0]["command"][2] for job in jobs]
     assert commands[0] == (
-        "exec python -m torch.distributed.run --nnodes 3 --node-rank $JOB_COMPLETION_INDEX --nproc-per-node 8 "
-        "--max-restarts 3 --master-addr train-g0-0-0.train --master-port 29500 train.py --lr 1e-3 'it'\"'\"'s'"
+        "exec python -m whale run --elastic 3 --machine $JOB_COMPLETION_INDEX --processes 8 --max-restarts 3 "
+        "--endpoint train-g0-0-0.train:29500 train.py --lr 1e-3 'it'\"'\"'s'"
     )
-    assert "--node-rank $((1 + JOB_COMPLETION_INDEX)) --nproc-per-node 4" in commands[1]
+    assert "--machine $((1 + JOB_COMPLETION_INDEX)) --processes 4" in commands[1]
+    assert document["spec"]["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    ends = [job["template"]["spec"]["podFailurePolicy"]["rules"][0] for job in jobs]
+    assert ends == [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2, 3, 4]}}] * 2
     assert [job["template"]["spec"]["completions"] for job in jobs] == [1, 2]
     selectors = [job["template"]["spec"]["template"]["spec"]["nodeSelector"] for job in jobs]
     assert selectors[1] == {"nvidia.com/gpu.product": "NVIDIA-V100-SXM2-32GB"}
@@ -195,7 +198,8 @@ def test_a_plan_of_other_machines_is_refused(tmp_path: Path) -> None:
 WHERE = """
 import os, pathlib, sys
 rank = os.environ["RANK"]
-pathlib.Path(sys.argv[1], rank).write_text(os.environ["WHALE_DEVICE_TYPE"] + " of " + os.environ["WORLD_SIZE"])
+with pathlib.Path(sys.argv[1], rank).open("a") as file:
+    file.write(os.environ["WHALE_DEVICE_TYPE"] + " of " + os.environ["WORLD_SIZE"] + ";")
 raise SystemExit(int(sys.argv[2]) if rank == "1" else 0)
 """
 
@@ -216,7 +220,18 @@ def test_all_nodes_of_a_plan_are_started_here(tmp_path: Path) -> None:
     options = ("--on", "local", "--python", sys.executable)
     done = started(tmp_path, "launch", *files, *options, "--", "where.py", str(tmp_path), "0")
     assert done.returncode == 0, done.stderr
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["cpu-fast of 2", "cpu-slow of 2"]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["cpu-fast of 2;", "cpu-slow of 2;"]
+
+
+@pytest.mark.parametrize(("code", "starts"), [(3, 1), (1, 4)])
+def test_a_code_that_no_restart_fixes_ends_the_job_at_once(code: int, starts: int, tmp_path: Path) -> None:
+    (tmp_path / "where.py").write_text(WHERE)
+    options = ("--on", "local", "--python", sys.executable)
+    files = planned(tmp_path, PROCESSORS)
+    done = started(tmp_path, "launch", *files, *options, "--", "where.py", str(tmp_path), str(code))
+    assert done.returncode == (code if starts == 1 else 6), done.stderr
+    assert (tmp_path / "1").read_text() == "cpu-slow of 2;" * starts
+    assert f"rank 1 ended with exit code {code}" in done.stderr and "Traceback" not in done.stderr
 
 
 # --- Slurm: two nodes on this machine, from Debian's packages ---------------------------------------------------------

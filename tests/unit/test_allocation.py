@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tests.chains import chain, layer
 from whale.cli.app import app
+from whale.cli.clusters import load_cluster
 from whale.errors import InputFileError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.jobs import Jobs
@@ -321,6 +322,7 @@ def test_the_answer_as_json_gives_no_device_twice_and_plans_fit_it(folder: Path,
         if job["devices"]:
             plan = Plan.load(tmp_path / "plans" / f"{job['name']}.json")
             assert (plan.world_size, plan.batch) == (len(job["devices"]), job["batch"])
+            plan.check_cluster(Cluster.load(tmp_path / "plans" / f"{job['name']}.cluster.json"))
             assert plan.prediction is not None
             noise = 72 / (64 + job["batch"]) if job["name"] == "long" else 1.0
             expected = job["batch"] / plan.prediction.step_seconds * noise
@@ -328,13 +330,24 @@ def test_the_answer_as_json_gives_no_device_twice_and_plans_fit_it(folder: Path,
     assert answer["phases"][-1]["seconds"] < max(job["done_seconds"] for job in answer["jobs"])
 
 
-def test_models_are_found_from_the_folder_of_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_found_from_the_folder_of_the_jobs_and_their_plans_are_compiled_and_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     examples = Path(__file__).resolve().parents[2] / "examples"
     monkeypatch.chdir(tmp_path)
     files = [str(examples / "jobs.toml"), "--cluster", str(examples / "mixed_gpus.toml")]
-    result = CliRunner().invoke(app, ["allocate", *files])
+    result = CliRunner().invoke(app, ["allocate", *files, "-o", "plans"])
     assert result.exit_code == 0, result.output
     assert {line.split()[0] for line in result.stdout.splitlines()[1:4]} == {"pretrain", "finetune", "probe"}
+    written = sorted(path.name for path in Path("plans").iterdir())
+    assert written == ["finetune.cluster.json", "finetune.json", "probe.cluster.json", "probe.json"]
+    for name, device in (("finetune", "V100-SXM2-32GB"), ("probe", "P100-PCIe-16GB")):
+        plan, machines = Plan.load(f"plans/{name}.json"), load_cluster(f"plans/{name}.cluster.json", None)
+        assert (plan.world_size, plan.batch, [one.type.name for one in machines.devices]) == (1, 32, [device])
+        assert plan.model is not None and plan.prediction is not None and plan.workload is not None
+        own = [f"plans/{name}.json", "--cluster", f"plans/{name}.cluster.json", "--on", "slurm", "--dry-run"]
+        script = CliRunner().invoke(app, ["launch", *own, "--", "train.py"])
+        assert script.exit_code == 0 and f"--constraint={device}" in script.stdout
 
 
 def test_a_job_that_fits_nowhere_is_named(folder: Path, tmp_path: Path) -> None:

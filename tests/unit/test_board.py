@@ -24,8 +24,8 @@ def test_a_message_is_not_awaited_from_a_rank_that_is_lost() -> None:
     board = Board(own, "checkpoint", patience_seconds=120.0)
     own.failures.lost("a step", (1,), RuntimeError("connection reset by peer"))
     began = time.monotonic()
-    with pytest.raises(WorkerError, match="written/1 of the checkpoint"):
-        board.get("written/1")
+    with pytest.raises(WorkerError, match="written/1 of the checkpoint, and rank 1 did not come"):
+        board.get("written/1", 1)
     assert time.monotonic() - began < 20
 
 
@@ -34,12 +34,12 @@ def test_what_is_there_is_read_although_a_rank_is_lost() -> None:
     board = Board(own, "checkpoint", patience_seconds=120.0)
     own.failures.lost("a step", (1,), RuntimeError("connection reset by peer"))
     board.put("written/2", ["digest", ""])
-    assert board.get("written/2") == ["digest", ""]
+    assert board.get("written/2", 2) == ["digest", ""]
 
 
 def test_a_wait_ends_with_its_patience() -> None:
-    with pytest.raises(WorkerError, match="folder of the checkpoint, and another rank did not come"):
-        Board(world(), "checkpoint", patience_seconds=0.2).get("folder")
+    with pytest.raises(WorkerError, match="folder of the checkpoint, and rank 1 did not come"):
+        Board(world(), "checkpoint", patience_seconds=0.2).get("folder", 1)
 
 
 def test_a_long_wait_fills_no_log(capfd: pytest.CaptureFixture[str]) -> None:
@@ -47,5 +47,5 @@ def test_a_long_wait_fills_no_log(capfd: pytest.CaptureFixture[str]) -> None:
     board = Board(own, "search", patience_seconds=60.0)
     late = threading.Timer(2.6, board.put, ("plan", "found"))
     late.start()
-    assert board.get("plan") == "found"
+    assert board.get("plan", None) == "found"
     assert capfd.readouterr().err.count("timed out") <= 1

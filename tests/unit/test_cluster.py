@@ -1,5 +1,6 @@
 """Cluster files: what they mean, and what each mistake in one is answered with."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,22 @@ def test_the_same_file_gives_the_same_cluster(tmp_path: Path) -> None:
     path.write_text(TOML)
     assert Cluster.load(path, catalog=device_types()) == parse(TOML)
     assert hash(parse(TOML)) == hash(parse(TOML))
+
+
+def test_a_cluster_is_written_as_a_file_that_reads_back() -> None:
+    memory = 'hosts = ["a", "b"]\nhost_memory = {size = "512 GiB", device_link = "25 GB/s"}\n'
+    text = TOML.replace('device = "A100-SXM4-80GB"\n', f'device = "A100-SXM4-80GB"\n{memory}')
+    text = text.replace('device = "lab-card"\n', 'device = "lab-card"\nname = "lab"\nhosts = ["c"]\n')
+    text = text.replace('latency = "15 us"}', 'latency = "15 us", adapters = 2, network = "tcp"}')
+    cluster = parse(text)
+    written = cluster.dumps(catalog=device_types())
+    assert "lab-card" in written and 'A100-SXM4-80GB": {' not in written
+    assert Cluster.parse(written, "json", catalog=device_types()) == cluster
+    alone = Cluster.parse(cluster.dumps(), "json")
+    assert (alone.nodes, alone.devices[0].type.rates) == (cluster.nodes, cluster.devices[0].type.rates)
+    mixed = Cluster.of([("a", CARD), ("a", replace(CARD, name="other"))])
+    with pytest.raises(UsageError, match=r"node a has devices of several types \(card, other\)"):
+        mixed.dumps()
 
 
 def test_a_definition_in_the_file_wins_over_the_catalog() -> None:

@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 
 from whale.checkpoint.format import Group, Intervals, Key, whole
 from whale.checkpoint.generators import of_process, state_of_generator
-from whale.checkpoint.owners import Held, written_by, written_parts
+from whale.checkpoint.owners import TILE, Held, tiles, written_by, written_parts
+from whale.checkpoint.reader import Array
+from whale.checkpoint.staging import Staging
 from whale.checkpoint.tensors import dtype_name, elements, taken
 from whale.checkpoint.values import encoded
 from whale.checkpoint.writer import Piece
@@ -126,6 +128,16 @@ class Collected:
         """The digests of the objects' states."""
         return {of: state.digest() for of, state in self.objects.items()}
 
+    def tiles(self) -> list[Piece]:
+        """The pieces as they are written."""
+        found = []
+        for piece in self.pieces:
+            cut = tiles(piece.at)
+            for number, at in enumerate(cut):
+                columns = piece.elements[:, number * TILE : (number + 1) * TILE] if len(cut) > 1 else piece.elements
+                found.append(replace(piece, at=at, elements=columns))
+        return found
+
     def add_objects(self, rank: int, first: Mapping[str, str]) -> None:
         """Add the states of objects to what a rank writes, if they are not those of rank 0, whose digests are *first*.
 
@@ -139,17 +151,17 @@ class Collected:
                 self.pieces += [replace(one, key=of_rank_key(of, rank, int(one.key.name))) for one in state.pieces]
 
 
-def collect(kinds: Kinds, *, copied: bool) -> Collected:
+def collect(kinds: Kinds, staging: Staging | None) -> Collected:
     """Collect what this rank writes of these objects; no collective runs.
 
     Args:
         kinds: the objects, with the model.
-        copied: whether all of it has memory of its own.
+        staging: where tensors are copied to; None: they have the memory of the training.
 
     Raises:
         UsageError: something cannot be saved.
     """
-    return _Collector(copied).run(kinds)
+    return _Collector(staging).run(kinds)
 
 
 @dataclass(frozen=True)
@@ -174,8 +186,8 @@ class _Layout:
 
 
 class _Collector:
-    def __init__(self, copied: bool) -> None:
-        self.copied = copied
+    def __init__(self, staging: Staging | None) -> None:
+        self.staging = staging
         self.found = Collected()
 
     def run(self, kinds: Kinds) -> Collected:
@@ -205,12 +217,15 @@ class _Collector:
         shard = layout.engine.shard(key.name)
         own = shard.parts[layout.engine.world.rank]
         for at in layout.written.get(key.name, ()):
-            part = elements(taken(tensor, own, at), copied=self.copied)
+            part = self._elements(taken(tensor, own, at))
             self.found.pieces.append(Piece(key, dtype_name(tensor.dtype, key), shard.shape, at, part))
 
     def _whole(self, key: Key, tensor: Tensor) -> Piece:
         shape = tuple(tensor.shape)
-        return Piece(key, dtype_name(tensor.dtype, key), shape, whole(shape), elements(tensor, copied=self.copied))
+        return Piece(key, dtype_name(tensor.dtype, key), shape, whole(shape), self._elements(tensor))
+
+    def _elements(self, tensor: Tensor) -> Array:
+        return elements(tensor if self.staging is None else self.staging.copied(tensor))
 
     def _putting(self, pieces: list[Piece], key: Callable[[int], Key]) -> Callable[[Any], int | None]:
         """Takes tensors that are written whole."""

@@ -111,7 +111,7 @@ def _newest_good(
         directory, step = directory.parent, int(directory.name.removeprefix("step-"))
     if world.rank == 0:
         meeting.put("steps", _steps(directory))
-    found, unreadable = meeting.get("steps")
+    found, unreadable = meeting.get("steps", 0)
     if unreadable:
         raise CheckpointError(f"rank 0: {directory} cannot be read: {unreadable}")
     if step is not None and step not in found:
@@ -128,7 +128,7 @@ def _newest_good(
         except Exception as error:  # the others wait
             verdict = ["unreadable", f"{type(error).__name__}: {error}"]
         meeting.put(f"{each}/{world.rank}", verdict)
-        verdicts = [meeting.get(f"{each}/{rank}") for rank in range(world.size)]
+        verdicts = [meeting.get(f"{each}/{rank}", rank) for rank in range(world.size)]
         refused = [(rank, kind, why) for rank, (kind, why) in enumerate(verdicts) if kind]
         if not refused:
             assert staged is not None
@@ -266,7 +266,7 @@ class _Loading:
         dtype, shape = form
         at = whole(shape) if at is None else at
         made = torch.empty(tuple(map(length, at)), dtype=DTYPES[dtype])
-        self.reader.read_into(key, at, elements(made, copied=False))
+        self.reader.read_into(key, at, elements(made))
         return made
 
     def _decoded(self, value: Any, tensor: Callable[[int], Tensor]) -> Any:

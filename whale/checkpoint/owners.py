@@ -11,7 +11,7 @@ from math import prod
 from whale.checkpoint.format import Intervals, length, whole
 from whale.runtime.owned import rows_of
 
-__all__ = ["Held", "Written", "written_by", "written_parts"]
+__all__ = ["TILE", "Held", "Written", "tiles", "written_by", "written_parts"]
 
 DIVIDED_BYTES = 1 << 20
 """Copies of a part of at least as many bytes are written by several ranks, some rows each."""
@@ -64,7 +64,7 @@ def written_parts(tensors: Mapping[str, Held]) -> list[Written]:
 
 
 def written_by(rank: int, parts: Sequence[Written]) -> tuple[dict[str, list[Intervals]], set[str]]:
-    """The tiles of each tensor that a rank writes, and the tensors of which it writes the first element, and what is
+    """The parts of each tensor that a rank writes, and the tensors of which it writes the first element, and what is
     not divided."""
     first: dict[str, tuple[Intervals, int]] = {}
     own: dict[str, list[Intervals]] = {}
@@ -72,7 +72,7 @@ def written_by(rank: int, parts: Sequence[Written]) -> tuple[dict[str, list[Inte
         if one.name not in first or one.at < first[one.name][0]:
             first[one.name] = one.at, one.rank
         if one.rank == rank:
-            own.setdefault(one.name, []).extend(_tiles(one.at))
+            own.setdefault(one.name, []).append(one.at)
     return own, {name for name, (_, writer) in first.items() if writer == rank}
 
 
@@ -119,7 +119,7 @@ def _divided(size: int, at: Intervals, ranks: Sequence[int], load: dict[int, int
         done = max(done, end)
 
 
-def _tiles(at: Intervals) -> list[Intervals]:
+def tiles(at: Intervals) -> list[Intervals]:
     """A part of a matrix in tiles of some columns."""
     if len(at) != 2 or length(at[1]) < 2 * TILE:
         return [at]

@@ -17,6 +17,7 @@ from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,6 +25,7 @@ from whale.arguments import check_count, check_type, known_arguments
 from whale.checkpoint import folder as folders
 from whale.checkpoint.collect import OF_PROCESS, Collected, collect, engine_of, sorted_out
 from whale.checkpoint.format import Manifest, written_manifest
+from whale.checkpoint.staging import Staging
 from whale.checkpoint.writer import write_rank
 from whale.errors import CheckpointError, WhaleError
 from whale.runtime.launch import World
@@ -86,7 +88,7 @@ def save_checkpoint(
     meeting = Board(_with_own_store(world), _TOPIC, world.failures.timeout_seconds)
     try:
         kinds = sorted_out(model, state)
-        found = collect(kinds, copied=asynchronous)
+        found = collect(kinds, _staging_of(model) if asynchronous else None)
     except Exception as error:  # whatever the objects' own methods raise
         if world.rank == 0:
             meeting.put("folder", ["", str(error), {}])
@@ -126,6 +128,14 @@ def wait_for_checkpoints() -> None:
 
 
 _active: list[_Saving] = []
+_stagings: WeakKeyDictionary[ParallelModule, Staging] = WeakKeyDictionary()
+
+
+def _staging_of(model: ParallelModule) -> Staging:
+    """The memory of a model's copies, of which none is written any more."""
+    found = _stagings.setdefault(model, Staging())
+    found.clear()
+    return found
 
 
 class _Saving(threading.Thread):
@@ -157,7 +167,7 @@ class _Saving(threading.Thread):
         folder, digests = self._folder()
         try:
             self.found.add_objects(rank, digests)
-            digest = write_rank(folder, rank, self.found.pieces, self.found.groups, self.found.values)
+            digest = write_rank(folder, rank, self.found.tiles(), self.found.groups, self.found.values)
             self.meeting.put(f"written/{rank}", [digest, ""])
         except Exception as error:
             self.meeting.put(f"written/{rank}", ["", _said(error)])
@@ -166,7 +176,7 @@ class _Saving(threading.Thread):
         self.found = Collected()
         if rank == 0:
             self._complete(folder)
-        who, failure = self.meeting.get("done")
+        who, failure = self.meeting.get("done", 0)
         self.meeting.put(f"seen/{rank}", "")
         if failure:
             raise self._failed(who, failure)
@@ -185,7 +195,7 @@ class _Saving(threading.Thread):
                 raise self._failed(0, _said(error)) from error
             self.meeting.put("folder", [folder.name, "", digests])
             return folder, digests
-        name, failure, digests = self.meeting.get("folder")
+        name, failure, digests = self.meeting.get("folder", 0)
         if failure:
             raise self._failed(0, failure)
         folder = self.directory / name
@@ -201,7 +211,7 @@ class _Saving(threading.Thread):
         digests, who, failure = [], 0, ""
         try:
             for rank in range(world.size):
-                digest, failed = self.meeting.get(f"written/{rank}")
+                digest, failed = self.meeting.get(f"written/{rank}", rank)
                 if failed and not failure:
                     who, failure = rank, failed
                 digests.append(digest)
@@ -223,7 +233,7 @@ class _Saving(threading.Thread):
         last.__dict__.update(self.meeting.__dict__, patience_seconds=_LAST_SECONDS)
         with suppress(WhaleError):
             for rank in range(world.size):
-                last.get(f"seen/{rank}")
+                last.get(f"seen/{rank}", rank)
             ranks = [f"{topic}/{rank}" for topic in ("written", "seen") for rank in range(world.size)]
             last.forget(["folder", "done", *ranks])
 

@@ -43,11 +43,9 @@ def dtype_name(dtype: torch.dtype, what: object) -> str:
     return _NAMES[dtype]
 
 
-def elements(tensor: Tensor, *, copied: bool) -> Array:
-    """The bits of a tensor's elements on the host; a *copied* one has memory of its own."""
+def elements(tensor: Tensor) -> Array:
+    """The bits of a tensor's elements on the host; in the same memory, if they are there and contiguous."""
     made = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    if copied and made.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
-        made = made.clone()
     flat = made.reshape(-1).view(torch.uint8).numpy()
     return flat.view(f"u{made.element_size()}").reshape(tuple(made.shape))
 

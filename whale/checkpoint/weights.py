@@ -69,7 +69,7 @@ def load_weights(path: str | PathLike[str], model: ParallelModule, *, strict: bo
         failure = f"{type(error).__name__}: {error}"
     meeting.put(str(world.rank), failure)
     for rank in range(world.size):
-        if failure := meeting.get(str(rank)):
+        if failure := meeting.get(str(rank), rank):
             raise CheckpointError(f"rank {rank}: {failure}")
     with torch.no_grad():
         for name, tensor in found.items():

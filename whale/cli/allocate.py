@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,10 @@ from whale.ir.units import duration_text
 from whale.planner.cost.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
+    from whale.cli.search import SearchedModel
     from whale.ir.cluster import Cluster
     from whale.ir.jobs import Job, Jobs
+    from whale.ir.plan import Plan
     from whale.ir.profile import ModelProfile
     from whale.planner.allocation.options import Options
     from whale.planner.allocation.speeds import JobSpeeds
@@ -41,7 +43,11 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--cluster", "cluster_file", required=True, metavar="FILE", help="The machines.")
 @click.option("--search-seconds", type=_POSITIVE, default=2.0, metavar="S", help="Limit of each search of a plan [2].")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Write the plans of the jobs that run now."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write the plan and the cluster file of each job that runs now.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @verbosity_options
@@ -54,6 +60,7 @@ def allocate(jobs_file: Path, cluster_file: str, search_seconds: float, output: 
     """
     from whale.ir.jobs import Jobs
     from whale.planner.allocation.options import options_of
+    from whale.planner.catalog import device_types
 
     jobs = Jobs.load(jobs_file)
     for job in jobs.jobs:
@@ -67,14 +74,19 @@ def allocate(jobs_file: Path, cluster_file: str, search_seconds: float, output: 
     cluster = load_cluster(cluster_file, next(iter(given.values()), None))
     options = options_of(cluster)
     held = {job.name: _held(job, options) for job in jobs.jobs}
-    profiles = {job.name: given.get(job.name) or _captured(job, jobs_file.parent, cluster) for job in jobs.jobs}
+    profiles = {
+        job.name: given.get(job.name) or _captured(job, jobs_file.parent, cluster, max(job.batch)).profile
+        for job in jobs.jobs
+    }
     speeds = _speeds(jobs, profiles, cluster, options, search_seconds)
     answer = _Answer.of(jobs, cluster, options, speeds, held)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        for name, text in answer.plans(profiles).items():
-            write_whole(output / f"{name}.json", text)
-            note(f"wrote {output / name}.json")
+        for started in answer.started(profiles, jobs_file.parent, search_seconds):
+            plan, machines = output / f"{started.name}.json", output / f"{started.name}.cluster.json"
+            write_whole(plan, started.plan.dumps())
+            write_whole(machines, started.cluster.dumps(catalog=device_types()))
+            note(f"wrote {plan} and {machines}: start it with whale launch {plan} --cluster {machines} ...")
     click.echo(json.dumps(answer.as_data(), indent=2) if as_json else answer.as_text())
 
 
@@ -85,17 +97,16 @@ def _profile_file(job: Job, folder: Path) -> ModelProfile:
     return ModelProfile.load(folder / job.profile)
 
 
-def _captured(job: Job, folder: Path, cluster: Cluster) -> ModelProfile:
-    """The profile of a job's model, whose file is found from the folder of the jobs' file."""
+def _captured(job: Job, folder: Path, cluster: Cluster, batch: int) -> SearchedModel:
+    """The model of a job, whose file is found from the folder of the jobs' file."""
     from whale.cli.model_loader import load_model
     from whale.cli.search import SearchedModel
     from whale.compile.compile import Options
 
     assert job.model is not None
     spec = job.model if job.model.startswith("hf:") else str(folder / job.model)
-    loaded = load_model(spec, dict(job.set), batch_size=max(job.batch), device="meta")
-    model = SearchedModel.of(loaded, None, cluster, job.precision, job.optimizer, (), Options(), rules=False)
-    return model.profile
+    loaded = load_model(spec, dict(job.set), batch_size=batch, device="meta")
+    return SearchedModel.of(loaded, None, cluster, job.precision, job.optimizer, (), Options(), rules=False)
 
 
 def _held(job: Job, options: Options) -> int:
@@ -136,6 +147,27 @@ def _speeds(
                     raise type(error)(f"job {job.name!r}: {error}") from error
             found.append(known[same])
     return found
+
+
+def _compiled(job: Job, model: SearchedModel, part: Cluster, batch: int, search_seconds: float) -> Plan:
+    """The best plan of a job's model on its devices, compiled as it is run there."""
+    from whale.commands.searching import search_plans, settings_for
+    from whale.planner.allocation.speeds import settings_of
+
+    settings = replace(settings_of(job, model.profile), time_limit=2 * search_seconds, fixed=model.fixed)
+    found = search_plans(
+        model.profile, part, batch=batch, settings=settings_for(settings, model.trial), trial=model.trial
+    )
+    return found.best.plan
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A job that runs now: its plan, and its devices as a cluster of their own."""
+
+    name: str
+    plan: Plan
+    cluster: Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,20 +282,22 @@ class _Answer:
         what = "Weighted sum" if len({job.weight for job in self.jobs.jobs}) > 1 else "Sum"
         return "\n".join([*lines, "", f"{what} of completion times: {duration_text(total)}; {sums}."])
 
-    def plans(self, profiles: Mapping[str, ModelProfile]) -> dict[str, str]:
-        """The plan of each job that runs now, by its name."""
+    def started(self, profiles: Mapping[str, ModelProfile], folder: Path, search_seconds: float) -> Iterator[_Started]:
+        """The jobs that run now. Where a job gives its model, its plan is that of a search that compiles the best."""
         from whale.commands.plan_writer import PlanWriter
         from whale.planner.what_if import only
 
-        found = {}
         for number, (job, ranks) in enumerate(zip(self.jobs.jobs, self.ranks(), strict=True)):
             option = self.timeline.phases[0].given[number]
-            candidate = self.speeds[number].plans[option]
-            if candidate is not None:
-                batch = self.speeds[number].batches[option]
-                writer = PlanWriter(profiles[job.name], only(self.cluster, ranks), batch, None, None)
-                found[job.name] = writer.written(candidate).plan.dumps()
-        return found
+            candidate, batch = self.speeds[number].plans[option], self.speeds[number].batches[option]
+            if candidate is None:
+                continue
+            part = only(self.cluster, ranks)
+            if job.model is None:
+                plan = PlanWriter(profiles[job.name], part, batch, None).written(candidate).plan
+            else:
+                plan = _compiled(job, _captured(job, folder, part, batch), part, batch, search_seconds)
+            yield _Started(job.name, plan, part)
 
 
 def _shortened(names: Sequence[str]) -> str:

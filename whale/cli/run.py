@@ -18,6 +18,9 @@ from whale.errors import UsageError
 @click.option("--processes", type=click.IntRange(1, 4096), metavar="N", help="Ranks of this machine [its GPUs, or 1].")
 @click.option("--endpoint", metavar="HOST:PORT", help="Where the machines meet, the same on each [this machine alone].")
 @click.option("--head/--no-head", default=None, help="Whether this machine has the meeting point [by its address].")
+@click.option(
+    "--machine", "number", type=click.IntRange(0), metavar="I", help="Number of this machine, 0 at HOST [by address]."
+)
 @click.option("--job", default="whale", metavar="NAME", help="Name of the job at this endpoint [whale].")
 @click.option(
     "--max-restarts", type=click.IntRange(0, 10**6), default=10, metavar="N", help="After failures of ranks [10]."
@@ -33,6 +36,7 @@ def run(
     processes: int | None,
     endpoint: str | None,
     head: bool | None,
+    number: int | None,
     job: str,
     max_restarts: int,
     address: str | None,
@@ -41,8 +45,9 @@ def run(
 ) -> None:
     """Run a training script, and again with the machines that are there whenever one is lost or comes.
 
-    Give the same command on each machine. The script searches a plan (plan="auto"), loads its newest checkpoint and
-    goes on. A rank that ends with exit code 2, 3 or 4 ends the job: no restart would help.
+    Give the same command on each machine, or with --machine its number, for a plan of all of them. The script searches
+    a plan (plan="auto"), loads its newest checkpoint and goes on. A rank that ends with exit code 2, 3 or 4 ends the
+    job: no restart would help.
     """
     machines = _machines(elastic)
     if not script.is_file():
@@ -54,6 +59,10 @@ def run(
         )
     if endpoint is not None and not re.fullmatch(r"[^\s:]+:\d{1,5}", endpoint):
         raise UsageError(f"--endpoint {endpoint}: write HOST:PORT, such as node0:29400")
+    if number is not None and (machines[0] != machines[1] or endpoint is None or number >= machines[1]):
+        raise UsageError(
+            f"--machine {number}: machines with numbers are all there: give their number, --elastic N, and --endpoint"
+        )
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from whale.elastic import Agent
@@ -67,6 +76,7 @@ def run(
         processes=processes or _num_devices(),
         endpoint=endpoint or "",
         hosts=head,
+        number=number,
         job=job,
         max_restarts=max_restarts,
         local_address=address,

@@ -2,7 +2,8 @@
 machine.
 
 Nodes are started in the order of the plan's ranks, by groups of equal nodes. Whatever order an engine would have
-otherwise, node numbers are given to torchrun. This module makes text, and starts nothing.
+otherwise, node numbers are given to ``whale run``, which ends a job after what no restart would fix. This module makes
+text, and starts nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import yaml
 
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
+from whale.runtime.ending import ENDING
 from whale.runtime.location import DEVICE_TYPE
 
 __all__ = ["Launch", "job_set", "local_script", "slurm_script"]
@@ -25,7 +27,7 @@ PORT = 29500
 """The port at which ranks meet, where jobs do not share hosts."""
 
 RESTARTS = 3
-"""How often torchrun starts the ranks again, from the newest checkpoint, before the engine's own rules act."""
+"""How often ranks are started again, from the newest checkpoint, before the engine's own rules act."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +106,9 @@ class Launch:
     def agent(self, number: str, processes: str, host: str, port: str) -> str:
         """The command of a node; the arguments are text of a shell."""
         words = [
-            shlex.quote(self.python), "-m torch.distributed.run", f"--nnodes {self.num_nodes}",
-            f"--node-rank {number}", f"--nproc-per-node {processes}", f"--max-restarts {RESTARTS}",
-            f"--master-addr {host}", f"--master-port {port}", shlex.join(self.command),
+            shlex.quote(self.python), "-m whale run", f"--elastic {self.num_nodes}", f"--machine {number}",
+            f"--processes {processes}", f"--max-restarts {RESTARTS}", f"--endpoint {host}:{port}",
+            shlex.join(self.command),
         ]  # fmt: skip
         return " ".join(words)
 
@@ -215,6 +217,9 @@ def job_set(launch: Launch, *, image: str, claim: str | None = None) -> str:
             "completions": group.nodes,
             "completionMode": "Indexed",
             "backoffLimit": 0,
+            "podFailurePolicy": {
+                "rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": list(ENDING)}}]
+            },
             "template": {"spec": pod},
         }
         jobs.append({"name": f"g{index}", "replicas": 1, "template": {"spec": spec}})
@@ -223,7 +228,12 @@ def job_set(launch: Launch, *, image: str, claim: str | None = None) -> str:
         "kind": "JobSet",
         "metadata": {"name": launch.name},
         "spec": {
-            "failurePolicy": {"maxRestarts": 10},
+            "failurePolicy": {
+                "maxRestarts": 10,
+                "rules": [
+                    {"name": "ending", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+                ],
+            },
             "network": {"enableDNSHostnames": True, "subdomain": launch.name},
             "replicatedJobs": jobs,
         },
@@ -233,8 +243,8 @@ def job_set(launch: Launch, *, image: str, claim: str | None = None) -> str:
 
 
 def local_script(launch: Launch) -> str:
-    """A shell script that starts all nodes on this machine, each with its own torchrun; it ends with the first code
-    other than 0, and leaves no process."""
+    """A shell script that starts all nodes on this machine, each with its own ``whale run``; it ends with the first
+    code other than 0, and leaves no process."""
     lines = [
         "#!/bin/bash",
         "# All nodes of the plan as processes of this machine.",

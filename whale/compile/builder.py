@@ -361,7 +361,7 @@ class Builder:
             raise
         board.put(f"rank {self.world.rank}", "")
         for rank in range(self.world.size):
-            if failed := board.get(f"rank {rank}"):
+            if failed := board.get(f"rank {rank}", rank):
                 raise WorkerError(f"rank {rank} could not compile its kernels: {failed}")
         return compiled
 

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 from whale.errors import InputFileError, PlanMismatchError, UsageError
 from whale.ir.device_names import matching_types
 from whale.ir.document import Document, Format, parse_document, read_document
+from whale.ir.json_text import format_json
 from whale.ir.record import in_words
 from whale.ir.units import PATTERNS, Quantity, parse_quantity
 
@@ -291,6 +292,24 @@ class Cluster:
         equal = type or DeviceType.of("device", speed={"float32": 1e12}, memory_bytes=2**34, memory_bandwidth=1e12)
         return cls.of([(f"node{rank // per_node}", equal) for rank in range(num_devices)], intra=intra, inter=inter)
 
+    def dumps(self, *, catalog: Mapping[str, DeviceType] | None = None) -> str:
+        """The text of a cluster file in JSON that describes this cluster, with its device types that are not those of
+        the *catalog* with which it will be read.
+
+        Raises:
+            UsageError: a node has devices of several types, for which files have no form.
+
+        >>> two = Cluster.homogeneous(2, intra=Link(bandwidth=1e9, latency=1e-5))
+        >>> Cluster.parse(two.dumps(), "json") == two
+        True
+        """
+        known = catalog or {}
+        types = dict.fromkeys(device.type for device in self.devices if known.get(device.type.name) != device.type)
+        nodes = [_written_node(node, {self.devices[rank].type.name for rank in node.ranks}) for node in self.nodes]
+        return format_json(
+            {"format_version": 1, "nodes": nodes, "device_types": {type_.name: _written_type(type_) for type_ in types}}
+        )
+
     @property
     def names_hosts(self) -> bool:
         """Whether the nodes have host names: all of them have, or none."""
@@ -521,6 +540,37 @@ def _host_memory(own: _HostMemory, general: _HostMemory) -> HostMemory:
     given = general.model_dump() | own.model_dump(exclude_none=True)
     size = given.pop("size")
     return HostMemory(size_bytes=None if size is None else round(size), **given)
+
+
+def _written_node(node: Node, types: set[str]) -> dict[str, Any]:
+    """A node as a file has it."""
+    if len(types) > 1:
+        names = ", ".join(sorted(types))
+        raise UsageError(f"node {node.name} has devices of several types ({names}), which no cluster file says")
+    given = (("intra_node", node.intra), ("inter_node", node.inter))
+    links = {name: _written_link(link) for name, link in given if link is not None}
+    memory = node.host_memory
+    figures = {"size": memory.size_bytes, "bandwidth": memory.bandwidth, "device_link": memory.device_link}
+    host = {
+        name: f"{value!r} B" + ("" if name == "size" else "/s") for name, value in figures.items() if value is not None
+    }
+    written: dict[str, Any] = {"name": node.name, "devices": len(node.ranks), "device": types.pop()}
+    hosts = None if node.host is None else [node.host]
+    return written | {k: v for k, v in (("hosts", hosts), ("links", links), ("host_memory", host)) if v}
+
+
+def _written_link(link: Link) -> dict[str, Any]:
+    further = {"adapters": link.adapters, "network": link.network}
+    written: dict[str, Any] = {"bandwidth": f"{link.bandwidth!r} B/s", "latency": f"{link.latency!r} s"}
+    return written | {name: value for name, value in further.items() if value is not None}
+
+
+def _written_type(type_: DeviceType) -> dict[str, Any]:
+    return {
+        "speed": {dtype: f"{rate!r} FLOP/s" for dtype, rate in type_.rates},
+        "memory": f"{type_.memory_bytes} B",
+        "memory_bandwidth": f"{type_.memory_bandwidth!r} B/s",
+    }
 
 
 def _no_type(name: str, named: Sequence[str], types: Mapping[str, DeviceType]) -> str:

@@ -75,13 +75,13 @@ def measure_items(
     board = Board(world, "profile", time_limit + PREPARATION_SECONDS)
     if world.rank == 0:
         board.put("known", [item.known(profile) for item in items])
-    missing = [item for item, known in zip(items, board.get("known"), strict=True) if not known]
+    missing = [item for item, known in zip(items, board.get("known", 0), strict=True) if not known]
     for item in missing:
         if world.rank in item.ranks:
             item.prepare()
     board.put(f"ready/{world.rank}", True)
     for rank in range(world.size):
-        board.get(f"ready/{rank}")
+        board.get(f"ready/{rank}", rank)
     end = time.monotonic() + time_limit
     before, found, failed = profile, dict[Item, list[Any]](), set[Item]()
     rounds = _rounds(missing, parallel) * passes
@@ -91,7 +91,7 @@ def measure_items(
             remaining = [item for later in rounds[index:] for item in later if item not in failed]
             seconds = _seconds(now, remaining, end - time.monotonic(), most_seconds)
             board.put(f"round/{index}", [seconds, [together.index(item) for item in now]])
-        seconds, chosen = board.get(f"round/{index}")
+        seconds, chosen = board.get(f"round/{index}", 0)
         if not seconds:
             continue
         for number in chosen:
@@ -100,7 +100,8 @@ def measure_items(
                 if world.rank == together[number].ranks[0]:
                     board.put(f"result/{index}/{number}", result)
         for number in chosen if world.rank == 0 else ():
-            item, result = together[number], board.get(f"result/{index}/{number}")
+            item = together[number]
+            result = board.get(f"result/{index}/{number}", item.ranks[0])
             if "failure" in result:
                 failed.add(item)
                 tell(f"not measured: {item.name}: {result['failure']}")
@@ -118,7 +119,7 @@ def measure_items(
         write(profile)
     board.put(f"done/{world.rank}", True)
     for rank in range(world.size) if world.rank == 0 else ():
-        board.get(f"done/{rank}")  # the store is rank 0's, and ends with it
+        board.get(f"done/{rank}", rank)  # the store is rank 0's, and ends with it
     return profile, len(set(missing) - found.keys() - failed)
 
 

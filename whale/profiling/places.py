@@ -35,7 +35,7 @@ def places_of(world: World, cluster: Cluster | None) -> tuple[RankLocation, ...]
         )
     board = Board(world, "profile")
     board.put(f"place/{world.rank}", asdict(location_of(world.rank, world.device)))
-    return tuple(RankLocation(**board.get(f"place/{rank}")) for rank in range(world.size))
+    return tuple(RankLocation(**board.get(f"place/{rank}", rank)) for rank in range(world.size))
 
 
 def first_of_types(places: Sequence[RankLocation]) -> list[RankLocation]:

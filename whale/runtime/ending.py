@@ -15,10 +15,14 @@ from types import TracebackType
 
 from whale.errors import WhaleError, WorkerError
 
-__all__ = ["ELASTIC", "end_with_own_code", "tell_launcher"]
+__all__ = ["ELASTIC", "ENDING", "end_with_own_code", "tell_launcher"]
 
 ELASTIC = "WHALE_ELASTIC"
 """Environment variable by which ``whale run`` says how many machines a job may have, such as ``3:8``."""
+
+ENDING = (2, 3, 4)
+"""Exit codes after which nothing is started again: a wrong argument, a bad file, and what no plan fits are the same
+the next time."""
 
 
 def tell_launcher(error: BaseException, message: str) -> str:

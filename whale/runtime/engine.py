@@ -579,7 +579,7 @@ class Engine:
         topic = "states of load_full_state_dict, which every rank must call"
         board = Board(self.world, topic, self.world.failures.timeout_seconds)
         board.put(str(self.world.rank), [refusal, crc32(" ".join(sorted(state)).encode()), look])
-        told = [board.get(str(rank)) for rank in range(self.world.size)]
+        told = [board.get(str(rank), rank) for rank in range(self.world.size)]
         if refusal:
             raise UsageError(refusal)
         for rank, (theirs, names, own) in enumerate(told):

@@ -36,9 +36,9 @@ class Refusals:
     def told_by_all(self, mine: Any) -> list[Any]:
         """A value of each rank, by rank, where all have found in the last first collective that they differ."""
         self._board.put(f"{self.joined} of {self._world.rank}", mine)
-        return [self._board.get(f"{self.joined} of {rank}") for rank in range(self._world.size)]
+        return [self._board.get(f"{self.joined} of {rank}", rank) for rank in range(self._world.size)]
 
     def found(self) -> UsageError:
         """The error on a rank that finds a mark in the collective that it joined last."""
-        rank, text = self._board.get(str(self.joined))
+        rank, text = self._board.get(str(self.joined), None)
         return UsageError(f"rank {rank} refused the step: {text}")

@@ -1,8 +1,7 @@
 """Key-value messages between ranks through the rendezvous store.
 
-Waiting ranks block on a socket at first, and look now and then later: torch logs each wait on a socket that times
-out, and a search of rank 0 may take minutes. No collective runs. It knows ranks, names and JSON, not the content of
-messages.
+A waiting rank looks at the store now and then, and no collective runs: a wait on the store's socket ends with a
+warning of torch for each limit that it has. It knows ranks, names and JSON, not the content of messages.
 """
 
 from __future__ import annotations
@@ -11,10 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from whale.errors import WhaleError, WorkerError
 from whale.runtime.failure import LOST
@@ -22,11 +18,8 @@ from whale.runtime.launch import World
 
 __all__ = ["Board", "from_first"]
 
-SLICE_SECONDS = 1.0
-"""Time of the first wait; after it, and after each look, ranks also look whether one was lost."""
-
-LOOK_SECONDS = 0.1
-"""Time between two looks for a message that is late."""
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.001, 0.25
+"""Between two looks at the store: a tenth of the time that a rank has waited, within these."""
 
 GRACE_SECONDS = 3.0
 """Time after a rank was lost for messages of the others."""
@@ -61,30 +54,30 @@ class Board:
             else:
                 self.world.store.delete_key(f"{self.topic}/{self._number}/{key}")
 
-    def get(self, key: str) -> Any:
-        """Wait for a message and return it.
+    def get(self, key: str, writer: int | None) -> Any:
+        """Wait for a message of rank *writer* and return it; None: of any rank.
 
         Raises:
-            WorkerError: the wait timed out, or a rank was lost meanwhile, which would have to write it.
+            WorkerError: the wait timed out, or a rank was lost meanwhile; names the writer.
         """
         store = self.world.store
         if store is None:
             return self._own[key]
         name = f"{self.topic}/{self._number}/{key}"
-        end = time.monotonic() + self.patience_seconds
-        lost = False
+        begin = time.monotonic()
+        end, is_lost = begin + self.patience_seconds, False
         try:
-            with contextlib.suppress(dist.DistStoreError):
-                store.wait([name], timedelta(seconds=max(0.01, min(SLICE_SECONDS, self.patience_seconds))))
             while not store.check([name]):
-                if not lost and store.check([LOST]):
-                    lost, end = True, min(end, time.monotonic() + GRACE_SECONDS)
-                if time.monotonic() > end:
-                    raise TimeoutError("timed out")
-                time.sleep(LOOK_SECONDS)
+                now = time.monotonic()
+                if now > end:
+                    raise RuntimeError(f"no message after {now - begin:.1f} s")
+                if not is_lost and store.check([LOST]):
+                    is_lost, end = True, min(end, now + GRACE_SECONDS)
+                time.sleep(min(max(SHORTEST_SECONDS, (now - begin) / 10), LONGEST_SECONDS, max(0.0, end - now)))
             return json.loads(store.get(name))
-        except (RuntimeError, TimeoutError) as error:
-            raise self.world.failures.lost(f"{key} of the {self.topic}", (), error) from error
+        except RuntimeError as error:
+            ranks = range(self.world.size) if writer is None else (writer,)
+            raise self.world.failures.lost(f"{key} of the {self.topic}", ranks, error) from error
 
 
 def from_first(world: World, topic: str, make: Callable[[], str], *, patience_seconds: float) -> str:
@@ -104,7 +97,7 @@ def from_first(world: World, topic: str, make: Callable[[], str], *, patience_se
             raise
         board.put("made", made)
         return made
-    text = board.get("made")
+    text = board.get("made", 0)
     if text is None:
-        raise WorkerError.after(board.get("code"), str(board.get("failure")))
+        raise WorkerError.after(board.get("code", 0), str(board.get("failure", 0)))
     return str(text)
