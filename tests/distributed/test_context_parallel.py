@@ -163,7 +163,6 @@ TWO |= {
 TWO |= {
     "ring, zero 3, micro-batches": Case(layout={"": along(attention="ring")}, options={"zero": 3, "micro_batches": 2}),
     "gather, compiled": Case(layout={"": along(attention="gather")}, options={"compile": True}),
-    "ring, compiled": Case(layout={"": along(attention="ring")}, options={"compile": True, "recompute": "full"}),
     "ulysses, zero 3": Case(layout={"": along(attention="ulysses")}, options={"zero": 3, "micro_batches": 2}),
 }
 THREE: dict[str, Case] = {
