@@ -177,7 +177,7 @@ def show_curves(batches, ranks):
             print(f"  {step:4}" + "".join(f"{losses[step]:11.6f}" for losses in found.values()))
         first, *others = found.values()
         unlike = max((abs(a / b - 1) for losses in others for a, b in zip(losses, first, strict=True)), default=0)
-        print(f"  largest difference from {ranks[0]} rank: {unlike:.0e}\n")
+        print(f"  largest difference from those of {ranks[0]}: {unlike:.0e}\n")
     even, uneven = [8, 8, 8, 8], [20, 4, 4, 4]
     curves = {
         "right": train_by_hand(batches, uneven, lambda rows: rows / ROWS),

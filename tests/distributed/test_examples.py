@@ -155,7 +155,7 @@ def test_other_files_than_those_of_mnist_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_curves_of_several_numbers_of_ranks_are_one_and_those_of_mistakes_are_others() -> None:
     text = run(1, "mnist.py", "--curves", "2", "--steps", "4")
-    assert [float(x) < 1e-12 for x in re.findall(r"largest difference from 1 rank: (\S+)", text)] == [True, True]
+    assert [float(x) < 1e-12 for x in re.findall(r"largest difference from those of 2: (\S+)", text)] == [True, True]
     last = [line.split() for line in text.splitlines() if line.split()[:1] == ["3"]][-1]
     right, summed, mean = (float(x) for x in last[1:])
     assert summed > right + 0.1
