@@ -6,7 +6,6 @@ warning of torch for each limit that it has. It knows ranks, names and JSON, not
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable
