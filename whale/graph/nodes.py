@@ -24,14 +24,14 @@ def create_node(
     name: str | None = None,
     type_expr: Any = None,
 ) -> fx.Node:
-    """As `torch.fx.Graph.create_node`."""
+    """Add a node, as `torch.fx.Graph.create_node` does."""
     node = graph.create_node(op, target, name=name, type_expr=type_expr)
     node.args, node.kwargs = args, dict(kwargs or {})
     return node
 
 
 def node_copy(graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], Any] = lambda node: node) -> fx.Node:
-    """As `torch.fx.Graph.node_copy`: a copy of a node of any graph that reads *read* of each node that it reads."""
+    """Add a copy of a node of any graph, which reads *read* of each node that it reads, as `torch.fx.Graph.node_copy`."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), read)
     made = create_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
     made.meta = copy(node.meta)
