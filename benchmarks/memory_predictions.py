@@ -214,7 +214,8 @@ def drawn(seed: int) -> Case:
 
 def counted(case: Case) -> int:
     """The peak of this rank in a step that is not the first."""
-    others, options = frozenset(living()), case.options
+    before, options = living(), case.options
+    others = frozenset(before)  # which live on meanwhile, so that no other tensor gets their memory
     model, given = case.built()
     parallel = whale.parallelize(model, given, cluster=cluster_of(case.speeds), device="cpu", **options)
     del model
