@@ -35,9 +35,8 @@ from whale.cli.options import (
 )
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
-from whale.ir.plan import MAX_STALENESS
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
+from whale.ir.strategy import MAX_STALENESS, RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ def create_node(
 
 
 def node_copy(graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], Any] = lambda node: node) -> fx.Node:
-    """Add a copy of a node of any graph, which reads *read* of each node that it reads, as `torch.fx.Graph.node_copy`."""
+    """Add a copy of a node of any graph, which reads *read* of each that it reads: `torch.fx.Graph.node_copy`."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), read)
     made = create_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
     made.meta = copy(node.meta)

@@ -37,7 +37,17 @@ from whale.ir.ranks import MAX_RANKS, read_ranks, write_ranks
 from whale.ir.record import FileRecord, Record
 from whale.ir.schedule import SCHEDULES, check_devices
 from whale.ir.state import Align, StateSharding
-from whale.ir.strategy import Offload, Recompute, Reduce, Role, Strategy, check_nesting, divides_batch, parse_strategy
+from whale.ir.strategy import (
+    MAX_STALENESS,
+    Offload,
+    Recompute,
+    Reduce,
+    Role,
+    Strategy,
+    check_nesting,
+    divides_batch,
+    parse_strategy,
+)
 from whale.ir.workload import Prediction, Workload
 
 __all__ = ["ClusterIdentity", "ModelIdentity", "Plan", "PlanAxis", "PlanStage", "PlanState"]
@@ -89,9 +99,6 @@ Schedule = Annotated[
     WithJsonSchema({"type": "string", "enum": list(SCHEDULES)}),
 ]
 Share = int | float
-
-MAX_STALENESS = 64
-"""Limit on the number of steps by which sums may be late; a rank keeps the gradients of all of them."""
 
 Autocast = Literal["fp32", "bf16", "fp16"]
 """The precisions of ``parallelize``."""

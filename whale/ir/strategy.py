@@ -16,6 +16,7 @@ from whale.errors import AnnotationError, UsageError
 from whale.ir.state import Align, StateSharding
 
 __all__ = [
+    "MAX_STALENESS",
     "ACTIVATIONS_ON_HOST",
     "ATTENTIONS",
     "Along",
@@ -98,6 +99,9 @@ Reduce = Literal["mean", "adasum", "server"]
 loss over each one's rows (`whale.ir.adasum`); or the mean, which the ranks that own a parameter, its servers, sum."""
 
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
+
+MAX_STALENESS = 64
+"""Limit on the number of steps by which sums may be late; a rank keeps the gradients of all of them."""
 
 Attention = Literal["gather", "ring", "ulysses"]
 """How ranks that each have a part of a sequence compute its attention: each gathers the keys and values of all; they
