@@ -38,7 +38,7 @@ from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
 from whale.graph.copies import model_copy
-from whale.graph.garbage import no_collections
+from whale.graph.garbage import without_collections
 from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import GradientDtype, Plan
@@ -64,7 +64,7 @@ __all__ = ["ParallelModule", "ParityReport", "ReplicaReport", "parallelize", "ve
 
 
 @known_arguments()
-@no_collections()
+@without_collections
 def parallelize(
     model: nn.Module | Callable[[], nn.Module],
     example_batch: Any,

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -169,6 +170,13 @@ class _Agent(LocalElasticAgent):
         self.restarts += 1
         self._tell("the ranks of this machine are ended and start again with the machines that are there")
         super()._restart_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        """Wait until the ranks of the other machines have ended too, in a thread: the wait itself hears no signal."""
+        waiting = threading.Thread(target=super()._exit_barrier, daemon=True)
+        waiting.start()
+        while waiting.is_alive():
+            waiting.join(0.1)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._tell("waiting for the other machines")

@@ -20,7 +20,11 @@ __all__ = ["harness", "parity", "torch", "transformers", "whale"]
 
 for _module in pkgutil.walk_packages(whale.__path__, "whale."):
     if not _module.name.endswith("__main__"):
-        importlib.import_module(_module.name)
+        try:
+            importlib.import_module(_module.name)
+        except ModuleNotFoundError as _missing:
+            if str(_missing.name).startswith("whale"):  # others are libraries that only this module needs
+                raise
 for _family in ("bert", "gpt2", "llama", "mixtral", "t5"):
     importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")
 if importlib.util.find_spec("accelerate"):

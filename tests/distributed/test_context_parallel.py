@@ -185,7 +185,7 @@ FOUR: dict[str, Case] = {
             "layers.[0-0]": [stage(2), along(attention="ring")],
             "layers.[1-1]": [stage(2), replicate(2)],
         },
-        options={"micro_batches": 2, "zero": 1, "schedule": "zero-bubble"},
+        options={"micro_batches": 2, "zero": 1, "schedule": "zero_bubble"},
     ),
     "rings in replicas that divide state": Case(
         layout={"": [replicate(2), along(2, "ring")]}, speeds=(2.0, 1.0, 2.0, 1.0), options={"zero": 3}

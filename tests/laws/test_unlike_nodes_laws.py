@@ -136,7 +136,12 @@ def test_a_better_link_of_one_node_is_never_slower(
     group, index = group_of(data, described), data.draw(st.integers(0, len(described) - 1))
     type_, count, intra, inter = described[index]
     better = [*described]
-    better[index] = (type_, count, intra, replace(inter, bandwidth=inter.bandwidth * times))
+    better[index] = (
+        type_,
+        count,
+        intra,
+        replace(inter, bandwidth=inter.bandwidth * times, adapters=inter.num_adapters),
+    )
     slow, fast = cluster_of(described), cluster_of(better)
     ranks = ranks_of(slow, list(range(len(described))), group)
     before, after = (collective(Topology.of(one), kind, ranks, num_bytes).seconds for one in (slow, fast))

@@ -25,7 +25,7 @@ from whale.compile.trace import Traced, trace
 from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
 from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
-from whale.graph.garbage import no_collections
+from whale.graph.garbage import without_collections
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.reach import names_in_code
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
@@ -267,7 +267,7 @@ class Builder:
                 return stage.mesh.ranks
         return range(self.world.size)
 
-    @no_collections()
+    @without_collections
     def compile(
         self,
         batch: Mapping[str, Any],

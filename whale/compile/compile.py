@@ -20,7 +20,7 @@ from whale.compile.trace import Traced, trace
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import where
-from whale.graph.garbage import no_collections
+from whale.graph.garbage import without_collections
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.values import Value, operands, resolve, value_shape
 from whale.ir.cluster import Cluster
@@ -82,7 +82,7 @@ class Options:
     plan: Plan | None = None
 
 
-@no_collections()
+@without_collections
 def compile_traced(
     traced: Traced,
     cluster: Cluster,

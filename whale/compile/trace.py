@@ -18,7 +18,7 @@ from whale.errors import UsageError
 from whale.graph.capture import Captured, capture, mark_gradients
 from whale.graph.capture_checks import where
 from whale.graph.composites import write_out_composites
-from whale.graph.garbage import no_collections
+from whale.graph.garbage import without_collections
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
@@ -113,7 +113,7 @@ class Traced:
             return None
 
 
-@no_collections()
+@without_collections
 def trace(
     model: nn.Module,
     batch: Any,

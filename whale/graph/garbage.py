@@ -6,21 +6,28 @@ new ones takes an eighth of the time in which they are made, and finds next to n
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
-__all__ = ["no_collections"]
+__all__ = ["without_collections"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Collect nothing inside, and go on after it if anything was collected before. Also a decorator."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def without_collections(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that nothing is collected while it runs. After it collections go on if they did before."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not gc.isenabled():
+            return function(*args, **kwargs)
+        gc.disable()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            gc.enable()
+
+    return call
