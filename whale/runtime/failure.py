@@ -97,13 +97,22 @@ class Failures:
 
     def lost(self, what: str, ranks: Sequence[int], error: BaseException) -> WorkerError:
         """Return the error for failed communication with ``ranks``, and report it if it is the first failure."""
-        late = self._late(what, ranks)
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(LOST, "")
+        self._note(what)
         first = self.first(_GRACE_SECONDS)
         if first is not None and first.rank != self.rank:
             return WorkerError.after(first.code, f"{first.message} [rank {self.rank} was waiting for {what}]")
+        return self._lost(what, ranks, error)
+
+    def _note(self, what: str) -> None:
+        """Tell the others that communication failed, and for what this rank was waiting."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"whale/waiting/{what}/{self.rank}", "")
+                self._store.set(LOST, "")
+
+    def _lost(self, what: str, ranks: Sequence[int], error: BaseException) -> WorkerError:
+        """Return the error after the others have had time to say for what they wait, and report it."""
+        late = self._late(what, ranks)
         who = f"rank {late[0]}" if len(late) == 1 else f"ranks {late}" if late else "another rank"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         message = (
@@ -123,11 +132,14 @@ class Failures:
             return error
         text = str(error)
         broken = isinstance(error, RuntimeError) and any(word in text.lower() for word in ("connection", "timed out"))
+        collective = f"a collective in {where}" if broken and len(peers) > 1 else ""
+        if collective:
+            self._note(collective)
         first = self.first(_GRACE_SECONDS if broken else 0.0)
         if broken and first is not None and first.rank != self.rank:
             return WorkerError.after(first.code, f"{first.message} [rank {self.rank} was in {where}]")
-        if broken and len(peers) > 1:
-            return self.lost(f"a collective in {where}", peers, error)
+        if collective:
+            return self._lost(collective, peers, error)
         root: BaseException = error
         while root.__cause__ is not None:  # the innermost exception says the most
             root = root.__cause__
@@ -160,11 +172,7 @@ class Failures:
     def _late(self, what: str, ranks: Sequence[int]) -> list[int]:
         """Return those of ``ranks`` that are not waiting for the same thing; all others are, if there is no store."""
         others = [rank for rank in ranks if rank != self.rank]
-        if self._store is None or (len(others) < 2 and self.rank not in ranks):
-            return others
-        key = f"whale/waiting/{what}"
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"{key}/{self.rank}", "")
-            time.sleep(_GRACE_SECONDS)
-            return [rank for rank in others if not self._store.check([f"{key}/{rank}"])] or others
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                return [rank for rank in others if not self._store.check([f"whale/waiting/{what}/{rank}"])] or others
         return others
