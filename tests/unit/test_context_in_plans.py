@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import whale
-from examples.models.cosmoflow import cosmoflow
-from examples.models.gpt import gpt
 from tests.small_models import decoder, tokens
+from whale.cli.model_loader import load_model
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.planning import make_plan
 from whale.commands.searching import Searched, search_plans
@@ -31,8 +30,15 @@ LINK = Link(bandwidth=1e11, latency=5e-6)
 
 
 def long_gpt(rows: int = 1, length: int = 8192) -> tuple[nn.Module, dict[str, Any]]:
-    with torch.device("meta"):
-        return gpt(layers=2, hidden=1024, heads=8, seq=length, vocab=1000, dropout=0.0, batch_size=rows)
+    sizes = {"layers": 2, "hidden": 1024, "heads": 8, "seq": length, "vocab": 1000, "dropout": 0.0}
+    loaded = load_model("examples/models/gpt.py:gpt", sizes, batch_size=rows, device="meta")
+    return loaded.model, loaded.batch
+
+
+def volumes(**sizes: int) -> tuple[nn.Module, dict[str, Any]]:
+    spec = "examples/models/cosmoflow.py:cosmoflow"
+    loaded = load_model(spec, {"channels": 1, **sizes}, batch_size=2, device="meta")
+    return loaded.model, loaded.batch
 
 
 def profiled(model: nn.Module, batch: Any, **options: Any) -> ModelProfile:
@@ -69,8 +75,7 @@ def test_a_device_of_a_context_group_computes_and_keeps_its_part_of_each_row_and
 
 
 def test_a_volume_is_cut_along_its_depth_into_as_many_parts_as_its_poolings_leave() -> None:
-    with torch.device("meta"):
-        model, batch = cosmoflow(size=32, width=4, most=8, channels=1, batch_size=2)
+    model, batch = volumes(size=32, width=4, most=8)
     found = profiled(model, batch, context_degrees=(2, 4, 8))
     assert found.cut_dim == 2
     assert [context for context, _ in found.uncut] == [8]
@@ -145,8 +150,7 @@ def test_rows_that_only_wait_for_launches_are_not_cut() -> None:
 
 
 def test_a_volume_that_fits_in_no_other_way_is_cut() -> None:
-    with torch.device("meta"):
-        model, example = cosmoflow(size=128, width=8, most=16, channels=1, batch_size=2)
+    model, example = volumes(size=128, width=8, most=16)
     small = DeviceType.of("card", speed={"float32": 1e13}, memory_bytes=3400 * 2**20, memory_bandwidth=1e12)
     found, asked = searched(2, Cluster.homogeneous(2, small, intra=LINK), model, example, degrees=(1,))
     assert asked
