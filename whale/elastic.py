@@ -163,7 +163,8 @@ class _Agent(LocalElasticAgent):
             if any(failure.exitcode in ENDING for failure in result.failures.values()):
                 self._remaining_restarts = 0
             for rank, failure in sorted(result.failures.items()):
-                self._tell(f"rank {rank} {_how(failure)}; {self._remaining_restarts} restarts left")
+                left = f"{self._remaining_restarts} restart{'' if self._remaining_restarts == 1 else 's'} left"
+                self._tell(f"rank {rank} {_how(failure)}; {left}")
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:

@@ -17,6 +17,7 @@ from whale.ir.units import PATTERNS, Quantity, parse_quantity
         ("100 Gbit/s", "bandwidth", 12.5e9),
         ("732e9 B/s", "bandwidth", 732e9),
         ("15 us", "latency", 15e-6),
+        ("500KB", "memory", 500e3),
         ("15 µs", "latency", 15e-6),
         ("0 s", "latency", 0),
         ("9.3 TFLOP/s", "speed", 9.3e12),

@@ -149,6 +149,29 @@ def test_a_damaged_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> No
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_of_a_run_the_newest_good_checkpoint_is_taken(saved: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(saved, tmp_path / "runs"))
+    for step in (8, 9):
+        shutil.copytree(copy / "step-00000007", copy / f"step-{step:08d}")
+    (copy / "step-00000009" / "manifest.json").unlink()
+    file = copy / "step-00000008" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    sizes = ("--max-shard-size", "10KB")
+    said = run("export", copy, "-o", tmp_path / "out", *sizes)
+    assert said.count("a newer checkpoint is damaged, and step-00000007 is taken") == 2
+    run("export", saved, "-o", tmp_path / "whole", *sizes)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        p.name for p in (tmp_path / "whole").iterdir()
+    )
+    assert "step-00000008: step 7" in run("checkpoint", "show", copy)  # whose indexes are good
+    assert "manifest.json cannot be read" in run("checkpoint", "verify", copy, code=5)
+    shutil.rmtree(copy / "step-00000007")
+    assert "has no good checkpoint" in run("export", copy, "-o", tmp_path / "none", code=5)
+    assert not list((tmp_path / "none").iterdir())
+
+
 def test_neither_export_nor_show_loads_torch(saved: Path, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom whale.cli.app import app\n"

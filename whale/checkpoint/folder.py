@@ -20,7 +20,7 @@ from whale.checkpoint.format import MANIFEST, is_step_name, step_name
 from whale.checkpoint.writer import synced_folder, write_synced
 from whale.errors import CheckpointError
 
-__all__ = ["begin", "checkpoint_in", "commit", "release", "steps"]
+__all__ = ["begin", "checkpoint_in", "checkpoints_in", "commit", "release", "steps"]
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0
@@ -116,9 +116,13 @@ def release(directory: Path) -> None:
         os.close(file)
 
 
+def checkpoints_in(path: Path) -> list[Path]:
+    """Folders of checkpoints: *path* itself, or those in it, the newest first."""
+    if is_step_name(path.name) and (path / MANIFEST).is_file():
+        return [path]
+    return [path / step_name(step) for step in (steps(path) if path.is_dir() else ())]
+
+
 def checkpoint_in(path: Path) -> Path | None:
     """The folder of a checkpoint: *path* itself, or the newest in it; None if it is neither."""
-    if is_step_name(path.name) and (path / MANIFEST).is_file():
-        return path
-    found = steps(path) if path.is_dir() else []
-    return path / step_name(found[0]) if found else None
+    return next(iter(checkpoints_in(path)), None)

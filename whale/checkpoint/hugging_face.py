@@ -56,7 +56,7 @@ def export(reader: Reader, folder: Path, max_shard_bytes: int) -> Exported:
 
     Raises:
         UsageError: the folder has weights, or cannot be written.
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint is damaged; no file is left.
     """
     names = sorted(set(reader.manifest.names["model"].values()))
     forms = {name: form for name in names if (form := reader.form(Key("model", "", name))) is not None}
@@ -76,17 +76,20 @@ def export(reader: Reader, folder: Path, max_shard_bytes: int) -> Exported:
         found = sorted(path.name for path in folder.iterdir() if re.fullmatch(r"model.*\.safetensors.*", path.name))
         if found:
             raise UsageError(f"{folder} has {found[0]} already; give a folder without weights")
-        for file, shard in zip(files, shards, strict=True):
-            _write_shard(
-                reader,
-                folder / file,
-                [(name, *forms[name]) for name in sorted(shard, key=lambda n: (-DTYPE_BYTES[forms[n][0]], n))],
-            )
-        if len(shards) > 1:
-            placed = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(placed.items()))}
-            write_file(folder / INDEX, (format_json(index),))
-        synced_folder(folder)
+        with contextlib.ExitStack() as written:  # undone if one of them fails
+            for file, shard in zip(files, shards, strict=True):
+                _write_shard(
+                    reader,
+                    folder / file,
+                    [(name, *forms[name]) for name in sorted(shard, key=lambda n: (-DTYPE_BYTES[forms[n][0]], n))],
+                )
+                written.callback((folder / file).unlink)
+            if len(shards) > 1:
+                placed = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(placed.items()))}
+                write_file(folder / INDEX, (format_json(index),))
+            synced_folder(folder)
+            written.pop_all()
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from error
     return Exported(files=tuple(folder / file for file in files), num_tensors=len(forms), bytes=sum(sizes.values()))

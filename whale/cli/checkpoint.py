@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from whale.cli.options import verbosity_options
+from whale.cli.options import note, verbosity_options
 from whale.cli.tables import text_table
 from whale.errors import CheckpointError
 from whale.ir.units import bytes_text
@@ -17,7 +18,9 @@ from whale.ir.units import bytes_text
 if TYPE_CHECKING:
     from whale.checkpoint.reader import Reader
 
-__all__ = ["checkpoint", "found_checkpoint"]
+__all__ = ["checkpoint", "of_newest_good"]
+
+_Read = TypeVar("_Read")
 
 
 @click.group()
@@ -32,37 +35,65 @@ def checkpoint() -> None:
 def show(checkpoint: Path, as_json: bool) -> None:
     """Show the step, the ranks, the objects and the sizes of a checkpoint.
 
-    CHECKPOINT is a folder such as runs/a/step-00000100, or that of a run, of which the newest is taken.
+    CHECKPOINT is a folder such as runs/a/step-00000100, or that of a run, of which the newest good one is taken.
     """
-    from whale.checkpoint.reader import Reader
 
-    folder = found_checkpoint(checkpoint)
-    with Reader(folder) as reader:
-        click.echo(json.dumps(_content(reader), indent=1) if as_json else _shown(reader))
+    def shown(reader: Reader) -> str:
+        return json.dumps(_content(reader), indent=1) if as_json else _shown(reader)
+
+    click.echo(of_newest_good(checkpoint, shown))
 
 
 @checkpoint.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @verbosity_options
 def verify(checkpoint: Path) -> None:
-    """Check every byte of a checkpoint; ends with exit code 5 at the first that is damaged."""
+    """Check every byte of a checkpoint; ends with exit code 5 at the first that is damaged.
+
+    CHECKPOINT is a folder such as runs/a/step-00000100, or that of a run, of which the newest is checked.
+    """
     from whale.checkpoint.reader import Reader
 
-    folder = found_checkpoint(checkpoint)
+    folder = _found(checkpoint)[0]
     with Reader(folder) as reader:
         click.echo(f"{folder} is good: {bytes_text(reader.verify())} of {len(reader.indexes)} ranks")
 
 
-def found_checkpoint(path: Path) -> Path:
-    """The folder of a checkpoint that an argument names.
+def of_newest_good(path: Path, read: Callable[[Reader], _Read]) -> _Read:
+    """What *read* makes of the checkpoint that an argument names, or of the newest of a run's with which it succeeds.
 
     Raises:
         CheckpointError: there is none.
     """
-    from whale.checkpoint.folder import checkpoint_in
+    from whale.checkpoint.reader import Reader
 
-    found = checkpoint_in(path.absolute())
-    if found is None:
+    folders = _found(path)
+    damaged: list[CheckpointError] = []
+    for folder in folders:
+        try:
+            with Reader(folder) as reader:
+                made = read(reader)
+        except CheckpointError as error:
+            damaged.append(error)
+            continue
+        for why in damaged:
+            note(f"a newer checkpoint is damaged, and {folder.name} is taken: {why}")
+        return made
+    if len(damaged) == 1:
+        raise damaged[0]
+    raise CheckpointError(f"{path} has no good checkpoint: {'; '.join(map(str, damaged))}")
+
+
+def _found(path: Path) -> list[Path]:
+    """The folders of checkpoints that an argument names, the newest first.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from whale.checkpoint.folder import checkpoints_in
+
+    found = checkpoints_in(path.absolute())
+    if not found:
         raise CheckpointError(f"{path} is neither a checkpoint, a folder such as step-00000100, nor has any")
     return found
 

@@ -19,7 +19,7 @@ Quantity = Literal["memory", "bandwidth", "latency", "speed"]
 # Decimal, so that "15 us" is the float 15e-6 and not its neighbour.
 _DECIMAL = {prefix: Decimal(10) ** (3 * power) for power, prefix in enumerate(("", "k", "M", "G", "T", "P", "E"))}
 _BINARY = {prefix: Decimal(2) ** (10 * power) for power, prefix in enumerate(("Ki", "Mi", "Gi", "Ti"), start=1)}
-_BYTES = {f"{prefix}B": factor for prefix, factor in (_DECIMAL | _BINARY).items()}
+_BYTES = {f"{prefix}B": factor for prefix, factor in (_DECIMAL | _BINARY).items()} | {"KB": Decimal(1000)}
 _UNITS: dict[Quantity, dict[str, Decimal]] = {
     "memory": _BYTES,
     "bandwidth": {f"{unit}/s": factor for unit, factor in _BYTES.items()}
