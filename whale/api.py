@@ -38,9 +38,9 @@ from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
 from whale.graph.copies import model_copy
-from whale.graph.garbage import without_collections
 from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
+from whale.ir.garbage import without_collections
 from whale.ir.plan import GradientDtype, Plan
 from whale.ir.state import Align, StateSharding
 from whale.ir.strategy import RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce, offload_of

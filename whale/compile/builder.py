@@ -25,11 +25,11 @@ from whale.compile.trace import Traced, trace
 from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
 from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
-from whale.graph.garbage import without_collections
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.reach import names_in_code
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster
+from whale.ir.garbage import without_collections
 from whale.ir.program import Direction, Edge, Returns
 from whale.runtime.agreement import ints_of_all
 from whale.runtime.attributes import Changes, Sources

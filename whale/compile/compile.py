@@ -20,10 +20,10 @@ from whale.compile.trace import Traced, trace
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import where
-from whale.graph.garbage import without_collections
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.values import Value, operands, resolve, value_shape
 from whale.ir.cluster import Cluster
+from whale.ir.garbage import without_collections
 from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.ir.plan import Plan
 from whale.ir.program import StageSpec

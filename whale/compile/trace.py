@@ -18,7 +18,6 @@ from whale.errors import UsageError
 from whale.graph.capture import Captured, capture, mark_gradients
 from whale.graph.capture_checks import where
 from whale.graph.composites import write_out_composites
-from whale.graph.garbage import without_collections
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
@@ -26,6 +25,7 @@ from whale.graph.partition import Dataflow, Partition, dataflow, partition
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.scoping import module_paths, scopes_by_module
 from whale.graph.values import Value, needs_grad, resolve
+from whale.ir.garbage import without_collections
 from whale.ir.program import Returns
 from whale.ir.strategy import ScopePath
 from whale.planner.cost.precision import BY_DTYPE

@@ -8,6 +8,7 @@ ranks and texts; not what was compiled.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,14 +124,21 @@ def fingerprint(x: Tensor) -> Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).flatten()
     wide = torch.float32 if flat.is_floating_point() and flat.dtype != torch.float64 else torch.float64
-    place = torch.arange(min(_CHUNK, flat.numel()), device=flat.device)
-    signs = (1 - 2 * ((place * 0x9E3779B1 >> 15 ^ place >> 3) & 1)).to(wide)
+    signs = _signs(wide, flat.device)
     found = torch.zeros(2, dtype=torch.float64, device=flat.device)
     for number, chunk in enumerate(flat.split(_CHUNK)):
-        values, turned = chunk.to(wide), signs[: chunk.numel()].roll(number)
+        values, turned = chunk.to(wide), signs[: chunk.numel()]
+        turned = turned.roll(number) if number else turned
         found += torch.stack([values @ turned, values @ values])
     found[1] = found[1].sqrt()
     return found
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Pseudo-random signs for a chunk of elements, 1 and -1."""
+    place = torch.arange(_CHUNK, device=device)
+    return (1 - 2 * ((place * 0x9E3779B1 >> 15 ^ place >> 3) & 1)).to(dtype)
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

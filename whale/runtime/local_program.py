@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from whale.ir.garbage import without_collections
 from whale.runtime.collectives import CollectiveModule, Group
 
 __all__ = [
@@ -61,7 +62,7 @@ class LocalCode:
         """The graph as a module of torch."""
         if self.boxed:
             self.graph.set_codegen(_Boxed())
-        return fx.GraphModule(self.root, self.graph)
+        return without_collections(fx.GraphModule)(self.root, self.graph)
 
     @cached_property
     def function(self) -> Callable[..., Any]:
