@@ -1,21 +1,25 @@
 """Why a step takes what it takes, and what would make it shorter: found by simulating its workload again, changed.
 
 Every change is one that a user can make; what it gives is the simulator's answer and no rule of thumb. Numbers that the
-workload does not hold are taken in proportion: half the rows take half the time, a stage on one device more takes
-n / (n + 1). Knows neither model nor cluster.
+workload does not hold are taken in proportion, but rows are whole: 16 rows take as long on five devices as on four. It
+knows neither model nor cluster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from math import ceil, prod
+from operator import mul
 from typing import Any
 
 from whale.errors import WhaleError
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, PlanStage
+from whale.ir.shares import shares_on_axis
 from whale.ir.workload import Prediction, StageWork, Workload
+from whale.planner.balance.shares import Worker, fastest_shares
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.simulation.simulate import simulate_alike
 from whale.planner.simulation.timeline import Timeline
@@ -114,17 +118,20 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
     return tuple(sorted(found, key=lambda saving: -saving.bytes))
 
 
-def explain(workload: Workload, prediction: Prediction | None = None, *, num_changes: int = 3) -> Explanation:
+def explain(
+    workload: Workload, prediction: Prediction | None = None, *, plan: Plan | None = None, num_changes: int = 3
+) -> Explanation:
     """Explain the step of a workload.
 
     Args:
         workload: of a plan.
         prediction: of the same plan; its memory says whether a change fits.
+        plan: whose replicas have whole rows; None: rows are divided as finely as one likes.
         num_changes: the most that are proposed.
     """
     timeline = simulate_alike(workload)
     tried = []
-    for what, changed in _changes(workload):
+    for what, changed in _changes(workload, _replicas_of(plan, workload)):
         try:
             found = simulate_alike(changed)
         except WhaleError:
@@ -204,14 +211,74 @@ def _fits(prediction: Prediction, before: Timeline, after: Timeline) -> bool | N
 # --- what could be changed --------------------------------------------------------------------------------------------
 
 
-def _changes(workload: Workload) -> Iterator[tuple[str, Workload]]:
+@dataclass(frozen=True, kw_only=True)
+class _Replicas:
+    """The replicas of a stage, which divide the rows of its micro-batches.
+
+    Attributes:
+        rows: of a micro-batch, of all replicas together; None: not known, and divided as finely as one likes.
+        row_seconds: of each replica for a row, or for its part of a micro-batch.
+        size: devices of a replica.
+    """
+
+    rows: int | None
+    row_seconds: tuple[float, ...]
+    size: int = 1
+
+    def seconds(self, *, parts: int = 1, more: int = 0) -> float:
+        """Seconds of the slowest replica for a micro-batch of which there are *parts* as many, in the fastest shares;
+        with some *more* replicas, each as fast as the fastest."""
+        each = [max(seconds, 1e-12) for seconds in (*self.row_seconds, *(min(self.row_seconds),) * more)]
+        if self.rows is None:
+            return 1 / parts / sum(1 / seconds for seconds in each)
+        workers = [Worker(name="", seconds=partial(mul, seconds)) for seconds in each]
+        return fastest_shares(ceil(self.rows / parts), workers).seconds
+
+
+def _replicas_of(plan: Plan | None, workload: Workload) -> list[_Replicas]:
+    """The replicas of each stage, by the plan; each rank is one where that does not say which rows it has."""
+    found = []
+    current = plan is not None and plan.prediction_is_current and len(plan.stages) == len(workload.stages)
+    rows = plan.micro_batch_rows if plan is not None and current else None
+    for index, work in enumerate(workload.stages):
+        own = _Replicas(rows=None, row_seconds=_sums(work))
+        if plan is not None and rows is not None:
+            seconds = dict(zip(work.ranks, _sums(work), strict=True))
+            busy = [(ranks, share) for ranks, share in _rows_of(plan.stages[index], rows) if share]
+            known = {
+                share: max(seconds[rank] for rank in ranks if rank in seconds) / share
+                for ranks, share in busy
+                if any(rank in seconds for rank in ranks)
+            }
+            if known:  # ranks that do as others are not in the workload
+                each = tuple(known.get(share, max(known.values())) for _, share in busy)
+                own = _Replicas(rows=rows, row_seconds=each, size=len(busy[0][0]))
+        found.append(own)
+    return found
+
+
+def _rows_of(stage: PlanStage, rows: int) -> list[tuple[list[int], int]]:
+    """The ranks of each replica of a stage, and its rows of a micro-batch; none if annotations decide that."""
+    divided = cache(shares_on_axis)
+    found: dict[tuple[int, ...], tuple[list[int], int]] = {}
+    places = () if stage.axes is None else product(*(range(axis.size) for axis in stage.axes))
+    for place, rank in zip(places, stage.ranks, strict=False):
+        axes = [(axis, at) for axis, at in zip(stage.axes or (), place, strict=True) if axis.divides_batch]
+        own = rows
+        for axis, at in axes:
+            own = divided(own, axis.shares or (1,) * axis.size)[at]
+        found.setdefault(tuple(at for _, at in axes), ([], own))[0].append(rank)
+    return list(found.values())
+
+
+def _changes(workload: Workload, replicas: Sequence[_Replicas]) -> Iterator[tuple[str, Workload]]:
     stages = workload.stages
     several = len(stages) > 1
     for schedule in SCHEDULES:
         if several and schedule != workload.schedule:
             yield f"{_SCHEDULE}{schedule!r} instead of {workload.schedule!r}", _with(workload, schedule=schedule)
-    if several:
-        halved = _halved(workload)
+    if several and all(own.rows != 1 for own in replicas):
+        halved = _halved(workload, [own.seconds(parts=2) / own.seconds() for own in replicas])
         yield f"{halved.micro_batches} micro-batches of half the rows", halved
     if workload.links:
         links = tuple(_with(link, bandwidth=2 * link.bandwidth) for link in workload.links)
@@ -219,7 +286,7 @@ def _changes(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if workload.reductions:
         faster = tuple(_with(reduction, seconds=reduction.seconds / 2) for reduction in workload.reductions)
         yield "sums of gradients in half the time (links of twice the bandwidth)", _with(workload, reductions=faster)
-    for index, stage in enumerate(stages):
+    for index, (stage, own) in enumerate(zip(stages, replicas, strict=True)):
         if any(stage.communication):
             yield (
                 f"collectives inside stage {index} in half the time (faster links, or fewer devices in a split)",
@@ -228,13 +295,15 @@ def _changes(workload: Workload) -> Iterator[tuple[str, Workload]]:
         if len(set(_sums(stage))) > 1:
             yield (
                 f"shares of stage {index} in proportion to what its devices do in a second",
-                _replaced(workload, index, _levelled),
+                _replaced(workload, index, partial(_levelled, replicas=own)),
             )
     busiest = max(range(len(stages)), key=lambda index: _longest(stages[index]))
-    count = len(stages[busiest].ranks)
+    own = replicas[busiest]
+    count = len(own.row_seconds)
+    what = "one device" if own.size == 1 else f"a replica of {own.size} devices"
     yield (
-        f"one device more for stage {busiest} ({count + 1} instead of {count})",
-        _replaced(workload, busiest, partial(_scaled, factor=count / (count + 1))),
+        f"{what} more for stage {busiest} ({count + 1} instead of {count})",
+        _replaced(workload, busiest, partial(_scaled, factor=own.seconds(more=1) / own.seconds())),
     )
     if several:
         yield from _moved(workload, busiest)
@@ -268,13 +337,14 @@ def _scaled(stage: StageWork, factor: float) -> StageWork:
     return _with(stage, **{name: tuple(factor * seconds for seconds in getattr(stage, name)) for name in names})
 
 
-def _halved(workload: Workload) -> Workload:
-    """Twice as many micro-batches, each of half the rows; latencies stay."""
+def _halved(workload: Workload, factors: Sequence[float]) -> Workload:
+    """Twice as many micro-batches, each of half the rows, of which stages take these *factors* of the time and memory;
+    latencies stay."""
 
-    def half(stage: StageWork) -> StageWork:
+    def half(stage: StageWork, factor: float) -> StageWork:
         names = ("kept_bytes", "forward_peak_bytes", "backward_peak_bytes")
-        sizes = {name: tuple((size + 1) // 2 for size in getattr(stage, name)) for name in names}
-        return _with(_scaled(stage, 0.5), **sizes)
+        sizes = {name: tuple(ceil(factor * size) for size in getattr(stage, name)) for name in names}
+        return _with(_scaled(stage, factor), **sizes)
 
     boundaries = tuple(
         _with(
@@ -284,7 +354,7 @@ def _halved(workload: Workload) -> Workload:
         )
         for boundary in workload.boundaries
     )
-    stages = tuple(map(half, workload.stages))
+    stages = tuple(map(half, workload.stages, factors))
     wanted = 2 * _full_micro_batches(workload)
     count = ceil(wanted - 1e-9)
     last = wanted - count + 1
@@ -307,8 +377,9 @@ def _sums(stage: StageWork) -> tuple[float, ...]:
     return tuple(round(ahead + back, 9) for ahead, back in zip(stage.forward, stage.backward, strict=True))
 
 
-def _levelled(stage: StageWork) -> StageWork:
-    """A stage whose ranks take equally long, with as much work in all: the harmonic mean, if all do as much now."""
+def _levelled(stage: StageWork, replicas: _Replicas) -> StageWork:
+    """A stage whose ranks take equally long, with as much work in all: as long as its replicas do with whole rows, or
+    where these are not known the harmonic mean, if all do as much now."""
     count = len(stage.ranks)
 
     def level(values: tuple[float, ...]) -> tuple[float, ...]:
@@ -316,7 +387,9 @@ def _levelled(stage: StageWork) -> StageWork:
             return values
         return (count / sum(1 / value for value in values),) * count
 
-    return _with(stage, forward=level(stage.forward), backward=level(stage.backward), weights=level(stage.weights))
+    found = _with(stage, forward=level(stage.forward), backward=level(stage.backward), weights=level(stage.weights))
+    whole = replicas.rows is not None and _longest(found) > 0
+    return _scaled(found, replicas.seconds() / _longest(found)) if whole else found
 
 
 # --- two plans --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from whale.cli.app import app
@@ -76,6 +77,45 @@ def test_sums_of_gradients_that_bound_a_step_are_named() -> None:
     assert found.changes[0].what.startswith("sums of gradients in half the time")
     assert found.changes[0].step_seconds == 6.0
     assert "waits 6000.00 ms for its own reduction" in as_text(found)
+
+
+def test_a_device_more_is_priced_with_whole_rows() -> None:
+    """Of 16 rows on five devices one still has four, as on four."""
+    for num, rows, least in ((4, 16, 4), (3, 16, 4), (4, 20, 4)):
+        axis = PlanAxis(name="replicate", size=num, role="replicate")
+        plan = Plan(world_size=num, batch=rows, stages=(PlanStage(ranks=tuple(range(num)), axes=(axis,)),))
+        own = [rows // num + (place < rows % num) for place in range(num)]
+        stage = StageWork(
+            ranks=tuple(range(num)),
+            forward=tuple(map(float, own)),
+            backward=tuple(2.0 * count for count in own),
+            weights=tuple(map(float, own)),
+            kept_bytes=(0,) * num,
+        )
+        workload = Workload(world_size=num, micro_batches=1, stages=(stage,))
+        prediction = Prediction(step_seconds=3.0 * max(own), step_seconds_interval=(1.0, 100.0))
+        plan = plan.with_prediction(prediction, workload)
+        found = explain(workload, prediction, plan=plan)
+        change = next(one for one in (*found.changes, *found.others) if one.what.startswith("one device more"))
+        assert change.step_seconds == pytest.approx(3.0 * least)
+        assert (change in found.changes) == (max(own) > least)
+
+
+def test_shares_and_smaller_micro_batches_are_priced_with_whole_rows() -> None:
+    axis = PlanAxis(name="replicate", size=2, role="replicate", shares=(2, 1))
+    stages = (PlanStage(ranks=(0, 1), axes=(axis,)), PlanStage(ranks=(2,), axes=()))
+    plan = Plan(world_size=3, batch=12, micro_batches=4, stages=stages)
+
+    def work(ranks: tuple[int, ...], seconds: tuple[float, ...]) -> StageWork:
+        nothing = (0.0,) * len(ranks)
+        return StageWork(ranks=ranks, forward=seconds, backward=nothing, weights=nothing, kept_bytes=(0,) * len(ranks))
+
+    workload = Workload(world_size=3, micro_batches=4, stages=(work((0, 1), (6.0, 1.0)), work((2,), (0.0,))))
+    prediction = Prediction(step_seconds=24.0, step_seconds_interval=(1.0, 100.0))
+    found = explain(workload, prediction, plan=plan.with_prediction(prediction, workload), num_changes=10)
+    tried = {one.what: one.step_seconds for one in (*found.changes, *found.others)}
+    assert tried["shares of stage 0 in proportion to what its devices do in a second"] == pytest.approx(4 * 3.0)
+    assert tried["8 micro-batches of half the rows"] == pytest.approx(8 * 4.0)
 
 
 def planned(shares: tuple[int, ...], seconds: float) -> Plan:

@@ -63,7 +63,7 @@ def report(
         if timeline is None:
             raise UsageError(f"--trace: {file} has no workload to simulate; make the plan with 'whale plan'")
         write_trace(timeline, trace_file, "--trace")
-    explanation = explain(plan.workload, plan.prediction) if plan.workload is not None else None
+    explanation = explain(plan.workload, plan.prediction, plan=plan) if plan.workload is not None else None
     page = report_page(plan, timeline=timeline, explanation=explanation, cluster=cluster, record=record)
     if output is None:
         click.echo(page, nl=False)
