@@ -17,6 +17,7 @@ from math import inf
 from typing import NamedTuple, TypeVar
 
 from whale.errors import InfeasibleError
+from whale.ir.units import counted
 from whale.planner.balance.cuts import CutProblem, evenest_cut, fastest_cut
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.mesh_costs import MeshCosts
@@ -85,7 +86,7 @@ class PartialPlan:
     @property
     def label(self) -> str:
         """In short: degrees of the stages, those that repeat with their number."""
-        return f"{_degrees_of(self.meshes)}, {self.micro_batches} micro-batches"
+        return f"{_degrees_of(self.meshes)}, {counted(self.micro_batches, 'micro-batch', 'es')}"
 
 
 @lru_cache(maxsize=256)

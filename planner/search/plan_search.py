@@ -15,7 +15,8 @@ from math import inf, isqrt
 from random import Random
 from typing import NamedTuple, TypeVar
 
-from whale.errors import InfeasibleError, UsageError
+from whale.errors import InfeasibleError
+from whale.ir.units import counted
 from whale.planner.cost.memory import framework_bytes, refuse_tiny
 from whale.planner.cost.stage import CostModel
 from whale.planner.search.bound import least_seconds
@@ -123,20 +124,16 @@ class PlanSearch(Scoreboard):
         self.bound = least_seconds(self.meshes.prices.under("none"), self.batch)
         candidates, near = self._tried(micro_batches, max_stages)
         default = None
-        if self.settings.thorough and not self._over():  # after all that a search does by default
+        if self.settings.thorough and not (self.stopped() or self._late()):  # after all that is done by default
             default = self._found(candidates, near) if candidates else None
             self.effort = THOROUGH
             self.dropped.clear()
             self.lacking.clear()
             both = zip((candidates, near), self._tried(micro_batches, max_stages), strict=True)
             candidates, near = (_unlike((*one, *more)) for one, more in both)
-        if not candidates and self._over():
-            spent = f"after {time.monotonic() - self.began:.3g} seconds and {self.tried} plans"
-            if self.stopped():
-                raise InfeasibleError(f"the search was stopped before it found a plan that fits, {spent}")
-            raise UsageError(
-                f"there was no time to find a plan that fits: the time limit ended the search {spent}; give it more"
-            )
+        if not candidates and self.stopped():
+            spent = f"after {time.monotonic() - self.began:.3g} seconds and {counted(self.tried, 'plan')}"
+            raise InfeasibleError(f"the search was stopped before it found a plan that fits, {spent}")
         if not candidates:
             return None
         self._tell()
@@ -289,7 +286,7 @@ class PlanSearch(Scoreboard):
             for place, count in enumerate(reversed(few)):  # the more micro-batches, the less memory
                 parts = self.meshes.parts_held(mesh, self.meshes.rows(self.batch, count), count)
                 if (held := float(parts[:, 0].min())) < 1:
-                    self._drop("1 stages", "its devices do not hold the model", len(few) - place)
+                    self._drop("1 stage", "its devices do not hold the model", len(few) - place)
                     self.lacking.append(_Lacking((mesh,), count, schedule, held))
                     break
                 if not self._over():
@@ -388,7 +385,7 @@ class PlanSearch(Scoreboard):
         if scored:
             self._note(scored)
         if not scored or not scored.fits:
-            self._drop(f"{len(sequence)} stages", "no cut fits in memory")
+            self._drop(counted(len(sequence), "stage"), "no cut fits in memory")
             self.lacking.append(_Lacking(sequence, count, schedule, 1.0))
 
     # The answer
@@ -444,15 +441,15 @@ class PlanSearch(Scoreboard):
     def _contradiction(self) -> str:
         """Error text where what is fixed leaves no plan, whatever the memory."""
         fixed, num = self.settings.fixed or Fixed(), len(self.meshes.prices.cluster.devices)
-        devices = f"{num} device{'s' if num != 1 else ''}"
+        devices = counted(num, "device")
         for one in fixed.degrees:
             needed = (one.data or 1) * (one.tensor or 1)
             if needed > num:
                 return f"{one} needs {needed} devices, but there are {num}; use smaller degrees, or more devices"
         said = [str(one) for one in fixed.degrees]
         said += [f"a stage that starts at layer {start}" for start in fixed.starts]
-        said += [f"at most {one} stages" for one in (self.settings.max_stages,) if one is not None]
-        said += [f"{one} micro-batches" for one in (self.settings.micro_batches,) if one is not None]
+        said += [f"at most {counted(one, 'stage')}" for one in (self.settings.max_stages,) if one is not None]
+        said += [counted(one, "micro-batch", "es") for one in (self.settings.micro_batches,) if one is not None]
         what = f" and what is fixed ({'; '.join(said)})" if said else ""
         return f"no plan is possible on {devices}{what}; fix less, or use more devices"
 
@@ -466,12 +463,13 @@ class PlanSearch(Scoreboard):
             pools=pools_of(prices.cluster),
             chain=self.meshes.chain,
         )
+        until = time.monotonic() + QUICK_LOOK_SECONDS
         look = PlanSearch(
             meshes=meshes,
             batch=batch,
-            settings=replace(settings, time_limit=QUICK_LOOK_SECONDS, thorough=False),
+            settings=replace(settings, thorough=False),
             tell=None,
-            stopped=lambda: self.stopped() or bool(look.best),
+            stopped=lambda: self.stopped() or bool(look.best) or time.monotonic() > until,
         )
         return look.quick_look()
 

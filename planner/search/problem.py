@@ -208,8 +208,8 @@ class SearchSettings:
         fixed: what is decided already.
         recompute: what backwards compute again in all stages; ``auto``: nothing where a plan fits so, else in each
             stage the least with which it does.
-        zero: how much of their state replicas divide in all stages; ``auto``: nothing where a plan fits so, else in
-            each stage the least with which it does.
+        zero: how much of their state replicas divide in all stages; ``auto``: nothing where a plan fits so, unless
+            dividing it is faster; else in each stage the least with which it does.
         gradient_dtype: in which gradients are summed; None: in their own.
         step_in_backward: whether parameters are updated, and gradients freed, when these are summed.
         state_align: where stretches of it end, as `whale.ir.state.StateSharding` has it. They are equal; between

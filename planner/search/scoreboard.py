@@ -34,7 +34,7 @@ class Scoreboard:
     Attributes:
         meshes: costs.
         batch: rows of a step.
-        settings: of the search; its time limit counts from ``began``.
+        settings: of the search; its time limit counts from ``began``, and once a plan fits.
         tell: is called with the progress, now and then.
         stopped: whether to end early.
         bound: no plan takes less.
@@ -115,7 +115,11 @@ class Scoreboard:
         return self._leading(1)[0].seconds if self.best else inf
 
     def _over(self) -> bool:
-        return self.stopped() or time.monotonic() - self.began > self.settings.time_limit
+        """Whether to end: the time limit counts once a plan fits."""
+        return self.stopped() or (bool(self.best) and self._late())
+
+    def _late(self) -> bool:
+        return time.monotonic() - self.began > self.settings.time_limit
 
     def _drop(self, family: str, reason: str, num: int = 1) -> None:
         key = (family, reason)

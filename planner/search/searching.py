@@ -8,7 +8,8 @@ fixed stays.
 The space excludes different pipelines in parallel, which no executor runs. Recompute, state that replicas divide (ZeRO)
 and state or activations on hosts are part of it where nothing fits without: then plans are searched under each rule and
 level for all stages, under both where neither is enough, and then with some of it on hosts; each stage of those that
-are found gets the least with which it still fits. At last each row is cut, such as a long sequence or a large volume:
+are found gets the least with which it still fits. State is divided too where the best simple plan that does so is
+faster than all that fit without. At last each row is cut, such as a long sequence or a large volume:
 where nothing fits else, and where there are fewer rows than devices. How attention is computed then, as a ring, by
 heads or from gathered keys, the placement of layers has chosen for their profile.
 
@@ -37,31 +38,31 @@ OSDI 2022).
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
-from whale.errors import InfeasibleError, UsageError, WhaleError
+from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
+from whale.ir.garbage import without_collections
 from whale.ir.profile import ModelProfile
-from whale.ir.state import LEVELS, StateSharding
 from whale.ir.strategy import RECOMPUTES, Offload, Recompute
-from whale.planner.balance.least_recompute import least_steps
 from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.stage import CostModel
 from whale.planner.cost.stage_cost import Memo
-from whale.planner.search.evaluate import fitted
-from whale.planner.search.plan_search import PlanSearch, best_of, step_seconds
-from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, Progress, SearchSettings
+from whale.planner.search.least_memory import aligned, together, with_least
+from whale.planner.search.plan_search import PlanSearch, step_seconds
+from whale.planner.search.problem import Fixed, Found, Progress, SearchSettings
 from whale.planner.search.remedies import hosts_hold
+from whale.planner.search.simple import fastest_simple
 from whale.planner.search.space import Chain, pools_of
 from whale.planner.search.table import CostTable
 
 __all__ = ["search"]
 
 LEAST_GAP = 0.1
-"""Part of a step by which it could be shorter if all devices computed all the time, from which on it is looked at what
-cutting rows gains."""
+"""Part of a step by which it could be shorter if all devices computed all the time, from which on it is found out what
+cutting rows, or dividing state where plans fit without, gains."""
 
 MOST_LAUNCHED = 0.5
 """Part of the time of a row in which its device waits for launches, beyond which less of each row saves nothing."""
@@ -70,7 +71,11 @@ LEAST_TIME = 0.25
 """Part of the time limit that a search has at least under each rule of recompute, where nothing fits without; none
 begins that part after the limit."""
 
+Way = tuple[Recompute, int, Offload]
+"""A rule of recompute, a level of state and what is on hosts, of all stages."""
 
+
+@without_collections
 def search(
     profile: ModelProfile,
     cluster: Cluster,
@@ -128,84 +133,155 @@ def search(
             f"the profile of {profile.name} knows no tensor degree below {prices.tensor_degrees[0]}, but the cluster "
             f"has {len(cluster.devices)} devices; profile degree 1 too"
         )
-    pools, began = pools_of(cluster), time.monotonic()
-    chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
+    searches = _Searches(
+        costs=prices,
+        batch=batch,
+        settings=settings,
+        tell=progress,
+        stop=stop or (lambda: False),
+        with_rules=with_rules,
+        with_cuts=with_cuts,
+    )
+    return searches.found()
 
-    def under(prices: CostModel) -> PlanSearch:
-        left = max(settings.time_limit - (time.monotonic() - began), LEAST_TIME * settings.time_limit)
+
+@dataclass(kw_only=True)
+class _Searches:
+    """Searches for plans of one problem, each with one rule of recompute, level of state and offload for all stages.
+
+    Attributes:
+        costs: of the profile, with what was added to it when that was asked for.
+        batch: rows of a step.
+        settings: what may be decided, and for how long.
+        tell, stop, with_rules, with_cuts: as `search` takes them.
+        began: when the time limit begins.
+        last: the latest search.
+        overfull: searches whose state no hosts hold, which were not run.
+        ended: why searches ended without an answer.
+        untried: whether the time was over before some were tried.
+    """
+
+    costs: CostModel
+    batch: int
+    settings: SearchSettings
+    tell: Callable[[Progress], None] | None
+    stop: Callable[[], bool]
+    with_rules: Callable[[], ModelProfile] | None
+    with_cuts: Callable[[], ModelProfile] | None
+    began: float = field(default_factory=time.monotonic)
+    last: PlanSearch = field(init=False)
+    overfull: list[PlanSearch] = field(default_factory=list)
+    ended: list[InfeasibleError] = field(default_factory=list)
+    untried: bool = False
+
+    def found(self) -> Found:
+        """The fastest plans: of the first way, else of the first of the others with which some fit; and with divided
+        state or cut rows, where these may be faster.
+
+        Raises:
+            InfeasibleError: nothing fits.
+            UsageError: there was no time to try all ways.
+        """
+        settings = self.settings
+        self.last = self._under(settings.way)
+        first = self._run(self.last)
+        more = self._fitting(_ways(settings, self.costs.cluster)) if first is None else self._with_levels(first)
+        more += self._with_cut_rows([*([first] if first is not None else []), *more])
+        if first is None and not more:
+            self._refuse()
+        least = [with_least(self.costs, more, self.batch, settings)] if more else []
+        every = [*([first] if first is not None else []), *least]
+        return aligned(together(every, settings.top) if len(every) > 1 else every[0], settings)
+
+    def _under(self, way: Way) -> PlanSearch:
+        limit = self.settings.time_limit
+        left = max(limit - (time.monotonic() - self.began), LEAST_TIME * limit)
+        prices = self.costs.under(*way)
+        chain = Chain.of(prices.profile.paths, len(prices.profile.layers), self.settings.fixed)
         return PlanSearch(
-            meshes=CostTable(prices=prices, pools=pools, chain=chain),
-            batch=batch,
-            settings=replace(settings, time_limit=left),
-            tell=progress,
-            stopped=stop or (lambda: False),
+            meshes=CostTable(prices=prices, pools=pools_of(prices.cluster), chain=chain),
+            batch=self.batch,
+            settings=replace(self.settings, time_limit=left),
+            tell=self.tell,
+            stopped=self.stop,
         )
 
-    ended: list[WhaleError] = []
-
-    def run(search: PlanSearch) -> Found | None:
+    def _run(self, search: PlanSearch) -> Found | None:
         try:
             return search.run()
-        except (InfeasibleError, UsageError) as error:  # it was stopped, or there was no time
-            ended.append(error)
+        except InfeasibleError as error:  # it was stopped
+            self.ended.append(error)
             return None
 
-    last = under(prices.under(*settings.way))
-    overfull: list[PlanSearch] = []  # whose state no hosts hold
-    untried, costs = False, prices
-
-    def tried(groups: Iterable[list[Way]], counts: Callable[[Found], bool] = lambda found: True) -> list[Found]:
+    def _fitting(
+        self, groups: Iterable[Sequence[Way]], counts: Callable[[Found], bool] = lambda found: True
+    ) -> list[Found]:
         """The results of the first group of ways that has some that count."""
-        nonlocal costs, last, untried
         found: list[Found] = []
         for ways in groups:
-            if found or untried or last.stopped():
+            if found or self.untried or self.stop():
                 break
             for way in ways:
-                if time.monotonic() - began > (1 + LEAST_TIME) * settings.time_limit:
-                    untried = True
+                if time.monotonic() - self.began > (1 + LEAST_TIME) * self.settings.time_limit:
+                    self.untried = True
                     break
-                rules = costs.profile.rules
-                if way[0] not in rules and with_rules is not None and rules != RECOMPUTES:
-                    costs = replace(costs, profile=with_rules(), memo=Memo())
-                if way[0] in costs.profile.rules and not last.stopped():
-                    last = under(costs.under(*way))
-                    if not hosts_hold(last.meshes.prices):
-                        overfull.append(last)
-                    elif (one := run(last)) is not None and counts(one):
+                rules = self.costs.profile.rules
+                if way[0] not in rules and self.with_rules is not None and rules != RECOMPUTES:
+                    self.costs = replace(self.costs, profile=self.with_rules(), memo=Memo())
+                if way[0] in self.costs.profile.rules and not self.stop():
+                    self.last = self._under(way)
+                    if not hosts_hold(self.last.meshes.prices):
+                        self.overfull.append(self.last)
+                    elif (one := self._run(self.last)) is not None and counts(one):
                         found.append(one)
         return found
 
-    first = run(last)
-    found = [first] if first is not None else tried(_ways(settings, cluster))
-    may_cut = with_cuts is not None and not costs.cuts and not untried and not last.stopped()
-    if with_cuts is not None and may_cut and _cut_may_pay(costs, batch, found):
-        cut = replace(costs, profile=with_cuts(), memo=Memo())
-        if cut.cuts:
-            costs = cut
-            found += tried([[settings.way], *_ways(settings, cluster)], _is_cut)
-    prices = costs
-    if first is not None:
-        least = [_with_least(prices, found[1:], batch, settings)] if found[1:] else []
-        return _aligned(_together([first, *least], settings.top) if least else first, settings)
-    if not found and ended:
-        raise ended[0]
-    if not found and untried:
-        raise UsageError(
-            "nothing fits by itself, and there was no time to try all that takes less memory: "
-            f"{settings.time_limit:.3g} seconds were over; give it more"
-        )
-    for other in overfull if not found else ():  # the first that fits on devices says what hosts would need
-        run(other)
-        if other.best:
-            last = other
-            break
-    if not found:
-        weighed, given = last.meshes.prices, settings.recompute
-        if given != "auto" and given != "full" and with_rules is not None and profile.rules != RECOMPUTES:
-            weighed = replace(prices, profile=with_rules(), memo=Memo()).under(*settings.way)
-        raise InfeasibleError(last.shortage(weighed))
-    return _aligned(_with_least(prices, found, batch, settings), settings)
+    def _with_levels(self, first: Found) -> list[Found]:
+        """Plans whose replicas divide their state, where plans fit without: replicas of the whole model that do not
+        may be faster than the long pipelines, the many shards or the small micro-batches that do."""
+        rule, level, offload = self.settings.way
+        several = len(self.costs.cluster.devices) > 1
+        if self.settings.zero != "auto" or not several or first.gap < LEAST_GAP or self.stop():
+            return []
+        found: list[Found] = []
+        for other in (one for one in (1, 3) if one > level):
+            way = rule, other, offload
+            best = fastest_simple(self._under(way).meshes, self.batch, self.settings)
+            if best is not None and best.prediction.step_seconds < step_seconds(first.best):
+                found += self._fitting([[way]])
+        return found
+
+    def _with_cut_rows(self, found: Sequence[Found]) -> list[Found]:
+        """Plans whose devices cut each row, where these may be faster."""
+        if self.with_cuts is None or self.costs.cuts or self.untried or self.stop():
+            return []
+        if not _cut_may_pay(self.costs, self.batch, found):
+            return []
+        cut = replace(self.costs, profile=self.with_cuts(), memo=Memo())
+        if not cut.cuts:
+            return []
+        self.costs = cut
+        return self._fitting([[self.settings.way], *_ways(self.settings, cut.cluster)], _is_cut)
+
+    def _refuse(self) -> NoReturn:
+        """Say what is missing, and what would help."""
+        settings, costs = self.settings, self.costs
+        if self.ended:
+            raise self.ended[0]
+        if self.untried:
+            raise UsageError(
+                "nothing fits by itself, and there was no time to try all that takes less memory: the time limit of "
+                f"{settings.time_limit:.3g} seconds was over; use a larger --time-limit"
+            )
+        for other in self.overfull:  # the first that fits on devices says what hosts would need
+            self._run(other)
+            if other.best:
+                self.last = other
+                break
+        weighed, given = self.last.meshes.prices, settings.recompute
+        if given not in ("auto", "full") and self.with_rules is not None and costs.profile.rules != RECOMPUTES:
+            weighed = replace(costs, profile=self.with_rules(), memo=Memo()).under(*settings.way)
+        raise InfeasibleError(self.last.shortage(weighed))
 
 
 def _cut_may_pay(prices: CostModel, batch: int, found: Sequence[Found]) -> bool:
@@ -225,10 +301,6 @@ def _is_cut(found: Found) -> bool:
     return any(stage.context > 1 for stage in found.best.stages)
 
 
-Way = tuple[Recompute, int, Offload]
-"""A rule of recompute, a level of state and what is on hosts, of all stages."""
-
-
 def _ways(settings: SearchSettings, cluster: Cluster) -> Iterator[list[Way]]:
     """Changes to try where nothing fits, those first that cost least: one of rule and level, then both, and what is on
     the host, with these or without."""
@@ -243,104 +315,3 @@ def _ways(settings: SearchSettings, cluster: Cluster) -> Iterator[list[Way]]:
         yield [*((rule, one, "state") for one in each), (rule, level, "activations")]
         most = (*rules, rule)[len(rules) - 1]
         yield [*((most, one, "state") for one in each if rules), (most, each[-1], "both")]
-
-
-def _aligned(found: Found, settings: SearchSettings) -> Found:
-    """The result with ends of stretches where they are asked for."""
-    if settings.state_align == "row":
-        return found
-
-    def of(candidate: Candidate) -> Candidate:
-        stages = tuple(
-            stage if stage.state is None else replace(stage, state=replace(stage.state, align=settings.state_align))
-            for stage in candidate.stages
-        )
-        return replace(candidate, stages=stages)
-
-    return replace(found, candidates=tuple(map(of, found.candidates)), near=tuple(map(of, found.near)))
-
-
-def _with_least(prices: CostModel, found: Sequence[Found], batch: int, settings: SearchSettings) -> Found:
-    """Results under several rules and levels as one, with the least recompute and the least level in each stage."""
-
-    def least(each: Found) -> Found:
-        candidates = tuple(_least(prices, candidate, batch, settings) for candidate in each.candidates)
-        return replace(each, candidates=candidates, default=None if each.default is None else least(each.default))
-
-    return _together(list(map(least, found)), settings.top)
-
-
-def _together(found: Sequence[Found], top: int) -> Found:
-    """Several results as one."""
-    candidates: dict[object, Candidate] = {}
-    for candidate in (one for each in found for one in each.candidates):
-        candidates.setdefault((candidate.stages, candidate.micro_batches, candidate.schedule), candidate)
-    ordered = sorted(candidates.values(), key=step_seconds)
-    default = [each.default for each in found if each.default is not None]
-    dropped: Counter[tuple[str, str]] = Counter()
-    for one in (one for each in found for one in each.dropped):
-        dropped[one.family, one.reason] += one.count
-    return Found(
-        candidates=tuple(best_of(ordered, top)),
-        near=tuple(sorted((one for each in found for one in each.near), key=step_seconds)),
-        bound_seconds=min(each.bound_seconds for each in found),
-        dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in dropped.items()),
-        points=tuple(one for each in found for one in each.points),
-        tried=sum(each.tried for each in found),
-        seconds=sum(each.seconds for each in found),
-        default=_together(default, top) if default else None,
-    )
-
-
-def _least(prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings) -> Candidate:
-    """A candidate with the least on the host in each stage with which it fits, then with the least level and the least
-    recompute, whichever is decided first."""
-    ranks = [stage.ranks for stage in candidate.stages]
-
-    def under(
-        rules: Sequence[Recompute] | None = None,
-        levels: Sequence[int] | None = None,
-        words: Sequence[Offload] | None = None,
-        of: Candidate = candidate,
-    ) -> Candidate:
-        stages = list(of.stages)
-        if words is not None:
-            stages = [replace(own, offload=word) for own, word in zip(stages, words, strict=True)]
-        if rules is not None:
-            stages = [replace(own, recompute=rule) for own, rule in zip(stages, rules, strict=True)]
-        if levels is not None:
-            stages = [
-                replace(
-                    own, state=StateSharding(max(level, int(own.state_on_host))) if level or own.state_on_host else None
-                )
-                for own, level in zip(stages, levels, strict=True)
-            ]
-        count, schedule = candidate.micro_batches, candidate.schedule
-        return fitted(prices, stages, micro_batches=count, schedule=schedule, batch=batch)
-
-    def least_rules(of: Candidate) -> Candidate:
-        if settings.recompute != "auto" or all(stage.recompute == "none" for stage in of.stages):
-            return of
-        least = under(least_steps(ranks, RECOMPUTES, lambda rules: under(rules, of=of).prediction.memory), of=of)
-        return least if least.prediction.fits else of
-
-    def least_levels(of: Candidate) -> Candidate:
-        if settings.zero != "auto" or not any(stage.level for stage in of.stages):
-            return of
-        levels = least_steps(ranks, LEVELS, lambda levels: under(levels=levels, of=of).prediction.memory)
-        least = under(levels=levels, of=of)
-        return least if least.prediction.fits else of
-
-    def least_offload(of: Candidate) -> Candidate:
-        words = {stage.offload for stage in of.stages} - {"none"}
-        if settings.offload != "auto" or not words:
-            return of
-        ladder: tuple[Offload, ...] = ("none", "state", "both") if "both" in words else ("none", *words)
-        least = under(
-            words=least_steps(ranks, ladder, lambda words: under(words=words, of=of).prediction.memory), of=of
-        )
-        return least if least.prediction.fits else of
-
-    start = least_offload(candidate)
-    both = (least_levels(least_rules(start)), least_rules(least_levels(start)))
-    return min(both, key=step_seconds)

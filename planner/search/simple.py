@@ -24,7 +24,7 @@ from whale.planner.search.problem import Candidate, SearchSettings
 from whale.planner.search.space import Chain, Division, Mesh, Pool, pools_of
 from whale.planner.search.table import CostTable
 
-__all__ = ["least_after_compiling", "simple_plans"]
+__all__ = ["fastest_simple", "least_after_compiling", "simple_plans"]
 
 LONGEST_LINE = 16
 """Stages up to which pipelines of a stage a node or a device are simple; deeper ones are left to the search."""
@@ -64,15 +64,25 @@ def simple_plans(
     ).under(*settings.way)
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
     meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain)
-    most = min(len(chain), settings.max_stages or len(chain))
-    drafts: dict[str, list[Scored]] = {}
+    found = (_best(meshes, own, batch) for own in _drafts(meshes, batch, settings).values())
+    return sorted((one for one in found if one is not None), key=lambda one: one.prediction.step_seconds)
+
+
+def fastest_simple(meshes: CostTable, batch: int, settings: SearchSettings) -> Candidate | None:
+    """Return the fastest plan of all simple kinds that fits at the prices of *meshes*; None if none does."""
+    return _best(meshes, [one for own in _drafts(meshes, batch, settings).values() for one in own], batch)
+
+
+def _drafts(meshes: CostTable, batch: int, settings: SearchSettings) -> dict[str, list[Scored]]:
+    """Partial plans of each kind, with the numbers of micro-batches that are tried."""
+    most = min(len(meshes.chain), settings.max_stages or len(meshes.chain))
+    found: dict[str, list[Scored]] = {}
     for kind, sequence in _sequences(meshes):
         if len(sequence) <= most:
             for count, schedule in product(_micro_batches(batch, settings, len(sequence)), settings.priced):
                 if (scored := _scored(meshes, sequence, batch, count, schedule)) is not None:
-                    drafts.setdefault(kind, []).append(scored)
-    found = (_best(meshes, own, batch) for own in drafts.values())
-    return sorted((one for one in found if one is not None), key=lambda one: one.prediction.step_seconds)
+                    found.setdefault(kind, []).append(scored)
+    return found
 
 
 def least_after_compiling(candidate: Candidate) -> float:

@@ -104,18 +104,17 @@ def test_a_batch_of_very_many_rows_takes_no_longer(folder: Path) -> None:
     assert done.exit_code in (0, 4), done.output
 
 
-def test_no_time_is_no_want_of_memory(folder: Path) -> None:
+def test_a_time_limit_ends_a_search_once_a_plan_fits(folder: Path) -> None:
     given = ("--profile", PROFILE, "--cluster", "a100.toml", "--time-limit", "1e-9", "--batch")
-    done = run(*given, "64")
-    assert done.exit_code == 2 and "there was no time to find a plan" in done.stderr, done.output
+    done = run(*given, "64", "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["choices"]
     cases = run(*given, "64,128")
-    assert cases.exit_code == 2 and "no time for any of the 2 cases" in cases.stderr
-    assert "does not fit" not in cases.stdout
+    assert cases.exit_code == 0 and "does not fit" not in cases.stdout, cases.output
 
 
 def test_an_annotation_that_leaves_no_plan_is_named(folder: Path) -> None:
     done = run("--model", "searched_model.py:build", "--cluster", "cluster.toml", "--batch", "8", "--annotate", WIDE)
-    assert done.exit_code == 4
+    assert done.exit_code == 4, done.output
     assert "split(5) of layers.0 needs 5 devices, but there are 3" in done.stderr
 
 

@@ -129,7 +129,7 @@ def test_where_no_plan_fits_once_compiled_others_are_tried_after_the_time_limit_
     assert searched(model, profile(), cluster, time_limit=time_limit).best.compiled
     assert model.compiled >= 4
     model = Model(beyond, seconds=0.35)
-    with pytest.raises(UsageError, match="no time .* give it more. So far none of the . best plans .* needs .* on cpu"):
+    with pytest.raises(UsageError, match="no time .* --time-limit. So far none of the . best .* needs .* on cpu"):
         searched(model, profile(), cluster, time_limit=time_limit)
 
 

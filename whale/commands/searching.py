@@ -24,6 +24,7 @@ from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.profile import ModelProfile
 from whale.ir.state import LEVELS, StateSharding
 from whale.ir.strategy import RECOMPUTES, Offload, Recompute, Reduce
+from whale.ir.units import time_text
 from whale.ir.workload import Prediction
 from whale.planner.advice import advised
 from whale.planner.balance.by_speed import pipeline_by_speed
@@ -192,7 +193,9 @@ def search_plans(
         reasons = "; ".join(dict.fromkeys(choice.reason for choice in tried.refused))
         none = f"none of the {len(tried.refused)} best plans that the search found can be run: {reasons}"
         if tried.gives_up() and not stop():
-            raise UsageError(f"there was no time to find a plan that can be run; give it more. So far {none}")
+            raise UsageError(
+                f"there was no time to find a plan that can be run; use a larger --time-limit. So far {none}"
+            )
         raise InfeasibleError(none)
     return Searched(
         choices=_shown(_ranked(tried.choices), settings.top),
@@ -372,5 +375,5 @@ def why_slower(best: Prediction, other: Prediction) -> str:
     parts = dict.fromkeys((*best.breakdown, *other.breakdown))
     more = {part: other.breakdown.get(part, 0.0) - best.breakdown.get(part, 0.0) for part in parts}
     most = sorted((item for item in more.items() if abs(item[1]) >= 1e-5), key=lambda item: -abs(item[1]))[:2]
-    shown = ", ".join(f"{part} {seconds * 1e3:+.2f} ms" for part, seconds in most)
-    return f"{slower * 1e3:+.2f} ms" + (f": {shown}" if shown else "")
+    shown = ", ".join(f"{part} {time_text(seconds, signed=True)}" for part, seconds in most)
+    return time_text(slower, signed=True) + (f": {shown}" if shown else "")

@@ -1,4 +1,4 @@
-"""Quantities with units, such as ``"16 GiB"`` or ``"100 Gbit/s"``, as plain numbers in base units, and bytes as text.
+"""Quantities with units, such as ``"16 GiB"`` or ``"100 Gbit/s"``, as plain numbers in base units, and numbers as text.
 
 A quantity always has its unit; ``GB`` is 10**9 bytes and ``GiB`` 2**30. Bits are spelt ``bit``, because ``Gb`` and
 ``GB`` look too similar.
@@ -11,7 +11,7 @@ from decimal import Decimal
 from math import isfinite
 from typing import Literal
 
-__all__ = ["PATTERNS", "Quantity", "bytes_text", "duration_text", "parse_quantity"]
+__all__ = ["PATTERNS", "Quantity", "bytes_text", "counted", "duration_text", "parse_quantity", "time_text"]
 
 Quantity = Literal["memory", "bandwidth", "latency", "speed"]
 """Read as bytes, bytes per second, seconds and FLOP per second."""
@@ -78,6 +78,15 @@ def parse_quantity(given: object, quantity: Quantity) -> float:
     return value
 
 
+def counted(number: int, noun: str, ending: str = "s") -> str:
+    """A number of things, with the *ending* of their name if they are several.
+
+    >>> counted(1, "row"), counted(0, "row"), counted(8, "micro-batch", "es")
+    ('1 row', '0 rows', '8 micro-batches')
+    """
+    return f"{number} {noun}{ending if number != 1 else ''}"
+
+
 def bytes_text(size: float) -> str:
     """Bytes for people, in the unit in which they are best read.
 
@@ -93,6 +102,20 @@ def bytes_text(size: float) -> str:
         if count >= 0.1:
             return f"{count:.2f} {unit}" if unit == "GiB" and count < 10 else f"{count:.1f} {unit}"
     return f"{size:.0f} B"
+
+
+def time_text(seconds: float, *, signed: bool = False) -> str:
+    """Seconds of a step or of a part of it, in the unit in which they are best read; *signed*: with a plus too.
+
+    >>> time_text(0.0123456), time_text(12.3456), time_text(134.89254), time_text(0.0000123)
+    ('12.35 ms', '12.35 s', '134.89 s', '0.0123 ms')
+    >>> time_text(0.5, signed=True), time_text(-12, signed=True)
+    ('+500.00 ms', '-12.00 s')
+    """
+    sign, size = "+" if signed else "", abs(seconds)
+    if size >= 10:
+        return f"{seconds:{sign}.2f} s"
+    return f"{seconds * 1e3:{sign}.{2 if size >= 1e-3 or not size else 4}f} ms"
 
 
 def duration_text(seconds: float) -> str:

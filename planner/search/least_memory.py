@@ -1,0 +1,122 @@
+"""The least memory-saving of the stages of found plans, and results of several searches as one.
+
+Plans that were searched under one rule of recompute, level of state and offload for all stages get the least of each
+with which a stage still fits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from whale.ir.state import LEVELS, StateSharding
+from whale.ir.strategy import RECOMPUTES, Offload, Recompute
+from whale.planner.balance.least_recompute import least_steps
+from whale.planner.cost.stage import CostModel
+from whale.planner.search.evaluate import fitted
+from whale.planner.search.plan_search import best_of, step_seconds
+from whale.planner.search.problem import Candidate, Dropped, Found, SearchSettings
+
+__all__ = ["aligned", "together", "with_least"]
+
+
+def aligned(found: Found, settings: SearchSettings) -> Found:
+    """The result with ends of stretches where they are asked for."""
+    if settings.state_align == "row":
+        return found
+
+    def of(candidate: Candidate) -> Candidate:
+        stages = tuple(
+            stage if stage.state is None else replace(stage, state=replace(stage.state, align=settings.state_align))
+            for stage in candidate.stages
+        )
+        return replace(candidate, stages=stages)
+
+    return replace(found, candidates=tuple(map(of, found.candidates)), near=tuple(map(of, found.near)))
+
+
+def with_least(prices: CostModel, found: Sequence[Found], batch: int, settings: SearchSettings) -> Found:
+    """Results under several rules and levels as one, with the least recompute and the least level in each stage."""
+
+    def least(each: Found) -> Found:
+        candidates = tuple(_least(prices, candidate, batch, settings) for candidate in each.candidates)
+        return replace(each, candidates=candidates, default=None if each.default is None else least(each.default))
+
+    return together(list(map(least, found)), settings.top)
+
+
+def together(found: Sequence[Found], top: int) -> Found:
+    """Several results as one."""
+    candidates: dict[object, Candidate] = {}
+    for candidate in (one for each in found for one in each.candidates):
+        candidates.setdefault((candidate.stages, candidate.micro_batches, candidate.schedule), candidate)
+    ordered = sorted(candidates.values(), key=step_seconds)
+    default = [each.default for each in found if each.default is not None]
+    dropped: Counter[tuple[str, str]] = Counter()
+    for one in (one for each in found for one in each.dropped):
+        dropped[one.family, one.reason] += one.count
+    return Found(
+        candidates=tuple(best_of(ordered, top)),
+        near=tuple(sorted((one for each in found for one in each.near), key=step_seconds)),
+        bound_seconds=min(each.bound_seconds for each in found),
+        dropped=tuple(Dropped(family=name, reason=reason, count=n) for (name, reason), n in dropped.items()),
+        points=tuple(one for each in found for one in each.points),
+        tried=sum(each.tried for each in found),
+        seconds=sum(each.seconds for each in found),
+        default=together(default, top) if default else None,
+    )
+
+
+def _least(prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings) -> Candidate:
+    """A candidate with the least on the host in each stage with which it fits, then with the least level and the least
+    recompute, whichever is decided first."""
+    ranks = [stage.ranks for stage in candidate.stages]
+
+    def under(
+        rules: Sequence[Recompute] | None = None,
+        levels: Sequence[int] | None = None,
+        words: Sequence[Offload] | None = None,
+        of: Candidate = candidate,
+    ) -> Candidate:
+        stages = list(of.stages)
+        if words is not None:
+            stages = [replace(own, offload=word) for own, word in zip(stages, words, strict=True)]
+        if rules is not None:
+            stages = [replace(own, recompute=rule) for own, rule in zip(stages, rules, strict=True)]
+        if levels is not None:
+            stages = [
+                replace(
+                    own, state=StateSharding(max(level, int(own.state_on_host))) if level or own.state_on_host else None
+                )
+                for own, level in zip(stages, levels, strict=True)
+            ]
+        count, schedule = candidate.micro_batches, candidate.schedule
+        return fitted(prices, stages, micro_batches=count, schedule=schedule, batch=batch)
+
+    def least_rules(of: Candidate) -> Candidate:
+        if settings.recompute != "auto" or all(stage.recompute == "none" for stage in of.stages):
+            return of
+        least = under(least_steps(ranks, RECOMPUTES, lambda rules: under(rules, of=of).prediction.memory), of=of)
+        return least if least.prediction.fits else of
+
+    def least_levels(of: Candidate) -> Candidate:
+        if settings.zero != "auto" or not any(stage.level for stage in of.stages):
+            return of
+        levels = least_steps(ranks, LEVELS, lambda levels: under(levels=levels, of=of).prediction.memory)
+        least = under(levels=levels, of=of)
+        return least if least.prediction.fits else of
+
+    def least_offload(of: Candidate) -> Candidate:
+        words = {stage.offload for stage in of.stages} - {"none"}
+        if settings.offload != "auto" or not words:
+            return of
+        ladder: tuple[Offload, ...] = ("none", "state", "both") if "both" in words else ("none", *words)
+        least = under(
+            words=least_steps(ranks, ladder, lambda words: under(words=words, of=of).prediction.memory), of=of
+        )
+        return least if least.prediction.fits else of
+
+    start = least_offload(candidate)
+    both = (least_levels(least_rules(start)), least_rules(least_levels(start)))
+    return min(both, key=step_seconds)
