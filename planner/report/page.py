@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.search_record import SearchRecord
-from whale.ir.units import bytes_text
+from whale.ir.units import bytes_text, counted, time_text
 from whale.planner.explain import Explanation
 from whale.planner.report import map_view, memory_view, reasons_view, search_view, timeline_view
 from whale.planner.report.labels import stages_of, types_of
 from whale.planner.report.markup import Markup, element, short
 from whale.planner.report.style import STYLE
-from whale.planner.simulation.gantt import milliseconds
 from whale.planner.simulation.timeline import Timeline
 
 __all__ = ["report_page"]
@@ -124,14 +123,15 @@ def _missing(what: str) -> tuple[Markup]:
 def _subtitle(plan: Plan, types: Mapping[int, str]) -> str:
     counts = Counter(types.values())
     devices = ", ".join(f"{count} {short(name, 60)}" for name, count in list(counts.items())[:12])
-    parts = [devices or f"{plan.world_size} devices"]
+    parts = [devices or counted(plan.world_size, "device")]
     if len(counts) > 12:
         parts[0] += f" and {len(counts) - 12} more types"
+    micro_batches = counted(plan.micro_batches, "micro-batch", "es")
     if plan.batch is not None:
         rows = plan.micro_batch_rows
-        parts.append(f"batch {plan.batch} in {plan.micro_batches} micro-batches of {rows} rows")
+        parts.append(f"batch {plan.batch} in {micro_batches} of {counted(rows or 0, 'row')}")
     else:
-        parts.append(f"{plan.micro_batches} micro-batches")
+        parts.append(micro_batches)
     return " · ".join([*parts, f"schedule {plan.schedule}"])
 
 
@@ -150,7 +150,7 @@ def _figures(plan: Plan, timeline: Timeline | None) -> Markup:
     if prediction is not None:
         low, high = prediction.step_seconds_interval
         step = prediction.step_seconds
-        found.append(("step", milliseconds(step), f"{milliseconds(low)} to {milliseconds(high)}, {prediction.source}"))
+        found.append(("step", time_text(step), f"{time_text(low)} to {time_text(high)}, {prediction.source}"))
         if plan.batch is not None and step:
             found.append(("throughput", f"{plan.batch / step:,.1f} rows/s", ""))
         found.append(("bubble", f"{prediction.bubble:.1%}", "of all devices' time"))
@@ -162,7 +162,7 @@ def _figures(plan: Plan, timeline: Timeline | None) -> Markup:
             what = f"{bytes_text(full.total)} of {bytes_text(full.capacity)}, rank {full.rank}"
             found.append(("fullest device", f"{memory_view.fullness(full):.0%}", what))
     elif timeline is not None:
-        found.append(("step", milliseconds(timeline.step_seconds), "simulated"))
+        found.append(("step", time_text(timeline.step_seconds), "simulated"))
         found.append(("bubble", f"{timeline.bubble:.1%}", "of all devices' time"))
     tiles = [
         element("div", element("dt", name), element("dd", value, *([element("small", more)] if more else [])))

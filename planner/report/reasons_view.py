@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from whale.ir.units import time_text
 from whale.planner.explain import LEAST_GAIN, Change, Explanation
 from whale.planner.report.markup import Markup, element, table
-from whale.planner.simulation.gantt import milliseconds
 from whale.planner.simulation.timeline import PARTS, Timeline
 
 __all__ = ["reasons_view"]
@@ -34,7 +34,7 @@ def reasons_view(found: Explanation, timeline: Timeline) -> Iterator[Markup]:
                 f"rank {wait.rank}",
                 f"rank {wait.peer}" if wait.peer >= 0 else f"its own {wait.part}",
                 wait.part,
-                milliseconds(wait.seconds),
+                time_text(wait.seconds),
             ]
             for wait in found.waits
         ]
@@ -53,8 +53,8 @@ def _breakdown(found: Explanation, timeline: Timeline) -> Markup:
         own = timeline.breakdowns[found.rank][part]
         mean = sum(parts[part] for parts in timeline.breakdowns.values()) / count
         if own or mean:
-            rows.append([part, _MEANINGS[part], milliseconds(own), f"{own / step:.1%}", f"{mean / step:.1%}"])
-    rows.append(["step", "", milliseconds(timeline.step_seconds), "", ""])
+            rows.append([part, _MEANINGS[part], time_text(own), f"{own / step:.1%}", f"{mean / step:.1%}"])
+    rows.append(["step", "", time_text(timeline.step_seconds), "", ""])
     busiest = f"rank {found.rank}, the busiest"
     head = ["part", "is", busiest, "of the step", "all ranks"]
     return table("Where the step goes", head, rows, numbers=(2, 3, 4))
@@ -63,4 +63,4 @@ def _breakdown(found: Explanation, timeline: Timeline) -> Markup:
 def _change(change: Change, before: float) -> list[str]:
     saved = 1 - change.step_seconds / before if before else 0.0
     verdict = "does not fit in memory" if change.fits is False else "" if saved >= LEAST_GAIN else "does not help"
-    return [change.what, milliseconds(change.step_seconds), f"{saved:.1%}" if saved > 0 else "", verdict]
+    return [change.what, time_text(change.step_seconds), f"{saved:.1%}" if saved > 0 else "", verdict]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import log
 
 from whale.ir.search_record import RecordedPoint, SearchRecord
+from whale.ir.units import counted, time_text
 from whale.planner.report.axis import ticks, ticks_of_powers
 from whale.planner.report.markup import Markup, element, number, picture, short, table
-from whale.planner.simulation.gantt import milliseconds
 
 __all__ = ["candidate_table", "dropped_table", "front_of", "search_view", "summary"]
 
@@ -79,10 +79,10 @@ def search_view(record: SearchRecord) -> Markup:
     if record.candidates:
         best = record.candidates[0]
         description += (
-            f" The best takes {milliseconds(best.seconds)} and {best.memory:.0%} of the fullest device's memory."
+            f" The best takes {time_text(best.seconds)} and {best.memory:.0%} of the fullest device's memory."
         )
     if record.bound_seconds:
-        description += f" No plan can take less than {milliseconds(record.bound_seconds)}."
+        description += f" No plan can take less than {time_text(record.bound_seconds)}."
     return picture("search", "The candidates of the search", description, _WIDTH, _HEIGHT, *drawn)
 
 
@@ -147,7 +147,7 @@ def _dots(points: Sequence[RecordedPoint], scales: _Scales) -> list[_Dot]:
 
 def _says(dot: _Dot) -> Markup:
     point = dot.point
-    text = f"{short(point.label, 80)}: {milliseconds(point.seconds)}, {point.memory:.0%} of memory"
+    text = f"{short(point.label, 80)}: {time_text(point.seconds)}, {point.memory:.0%} of memory"
     if point.reason:
         text += f"; {short(point.reason, 80)}"
     if dot.count > 1:
@@ -182,7 +182,7 @@ def _candidates(record: SearchRecord, scales: _Scales) -> Iterator[Markup]:
     shown = list(enumerate(record.candidates[:MOST_CANDIDATES], 1))
     for place, one in reversed(shown):
         x, y = scales.x(one.seconds), scales.y(one.memory)
-        title = element("title", f"{place}: {short(one.label, 80)}: {milliseconds(one.seconds)}, {one.memory:.0%}")
+        title = element("title", f"{place}: {short(one.label, 80)}: {time_text(one.seconds)}, {one.memory:.0%}")
         yield element("circle", title, class_="best" if place == 1 else "candidate", cx=x, cy=y, r=6)
     for place, one in shown:
         x, y = scales.x(one.seconds), scales.y(one.memory)
@@ -198,8 +198,8 @@ def candidate_table(record: SearchRecord) -> Markup:
         [
             str(place),
             short(one.label, 120),
-            f"{one.schedule}, {one.micro_batches} micro-batches",
-            milliseconds(one.seconds),
+            f"{one.schedule}, {counted(one.micro_batches, 'micro-batch', 'es')}",
+            time_text(one.seconds),
             f"{one.seconds / best - 1:+.1%}" if place > 1 and best else "",
             f"{one.memory:.0%}",
             f"{one.bubble:.1%}",

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from whale.ir.units import time_text
 from whale.ir.workload import Workload
 from whale.planner.report.alike import Alike, alike
 from whale.planner.report.axis import ticks
 from whale.planner.report.colours import PAINT, stage_colour, text_on
 from whale.planner.report.labels import ranks_text, stages_of, stages_text
 from whale.planner.report.markup import Markup, element, join, number, picture, short
-from whale.planner.simulation.gantt import milliseconds
 from whale.planner.simulation.timeline import Event, Part, Timeline
 
 __all__ = ["LEGEND", "timeline_view"]
@@ -114,8 +114,8 @@ def timeline_view(timeline: Timeline, workload: Workload, types: Mapping[int, st
         drawn.append(element("text", text, x=_LEFT, y=height - 3, class_="quiet"))
     longest = max((group.shown for group in groups), key=lambda shown: shown.at_work)
     description = (
-        f"{len(groups)} rows for {len(timeline.ranks)} ranks over {milliseconds(step)}. Waiting for other stages takes "
-        f"{timeline.bubble:.1%} of all ranks' time. Rank {longest.rank} works longest, {milliseconds(longest.at_work)}."
+        f"{len(groups)} rows for {len(timeline.ranks)} ranks over {time_text(step)}. Waiting for other stages takes "
+        f"{timeline.bubble:.1%} of all ranks' time. Rank {longest.rank} works longest, {time_text(longest.at_work)}."
     )
     if not boxes:
         description += " The height of a colour is its share of that moment."
@@ -234,7 +234,7 @@ def _boxes(row: _Row, top: float, sizes: _Sizes, inside: Mapping[tuple[int, int]
 
 
 def _says(event: Event) -> str:
-    when = f"{milliseconds(event.start)} to {milliseconds(event.end)} ({milliseconds(event.seconds)})"
+    when = f"{time_text(event.start)} to {time_text(event.end)} ({time_text(event.seconds)})"
     if event.kind != "idle":
         return f"{event}: {when}"
     whom = f" for rank {event.peer}" if event.peer not in (-1, event.rank) else ""

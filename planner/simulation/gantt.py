@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from whale.ir.units import time_text
 from whale.planner.simulation.timeline import PARTS, Event, Timeline
 
-__all__ = ["LEGEND", "breakdown_table", "gantt", "milliseconds"]
+__all__ = ["LEGEND", "breakdown_table", "gantt"]
 
 LEGEND = "F forward, B backward (I of inputs, W of weights), R reduction, U update and overhead, . waiting"
 
@@ -69,8 +70,8 @@ def breakdown_table(timeline: Timeline) -> str:
         mean = sum(parts[part] for parts in timeline.breakdowns.values()) / count
         if own or mean:
             step = timeline.step_seconds
-            rows.append((part, milliseconds(own), f"{own / step:.1%}", milliseconds(mean), f"{mean / step:.1%}"))
-    rows.append(("step", milliseconds(timeline.step_seconds), "", "", ""))
+            rows.append((part, time_text(own), f"{own / step:.1%}", time_text(mean), f"{mean / step:.1%}"))
+    rows.append(("step", time_text(timeline.step_seconds), "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return "\n".join(
         "  ".join(
@@ -79,12 +80,3 @@ def breakdown_table(timeline: Timeline) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-def milliseconds(seconds: float) -> str:
-    """Format a time.
-
-    >>> milliseconds(0.0123456), milliseconds(12.3456), milliseconds(0.0000123)
-    ('12.35 ms', '12345.60 ms', '0.0123 ms')
-    """
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e3:.4f} ms"

@@ -43,7 +43,7 @@ def test_json_has_the_step_its_interval_its_parts_and_the_memory(cluster: str) -
 
 def test_text_is_a_table_with_units_and_a_verdict(cluster: str) -> None:
     result = run("--profile", PROFILE, "--cluster", cluster, *DEGREES)
-    for part in ("step ", " s  (", "tokens/s", "MFU", "TFLOP/s", "GiB", "fits", "communication", "optimizer"):
+    for part in ("step ", " ms  (", "tokens/s", "MFU", "TFLOP/s", "GiB", "fits", "communication", "optimizer"):
         assert part in result.stdout
 
 
@@ -106,6 +106,16 @@ def test_a_wrong_option_is_named_and_ends_with_two(cluster: str, arguments: tupl
     result = run("--cluster", cluster, "--batch", "8", *arguments)
     assert result.exit_code == 2
     assert says in result.stderr
+
+
+def test_degrees_that_cannot_be_are_refused_before_a_model_is_captured(cluster: str) -> None:
+    for degrees, says in (
+        (("--tp", "3"), "does not divide the cluster's 8 devices"),
+        (("--dp", "4"), "4 devices, but the cluster has 8"),
+        (("--pp", "8", "--micro-batch", "3"), "is no multiple of --micro-batch 3"),
+    ):
+        result = run("--model", "missing.py:build", "--cluster", cluster, "--batch", "8", *degrees)
+        assert result.exit_code == 2 and says in result.stderr, result.stderr
 
 
 def test_an_unknown_device_is_an_error_of_the_file(tmp_path: Path) -> None:

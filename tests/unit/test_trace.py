@@ -133,7 +133,7 @@ def test_a_workload_or_a_plan_is_simulated_with_its_schedule_or_another(tmp_path
     assert json.loads(run(str(file), "--json", "--schedule", "gpipe").stdout)["step_seconds"] == 36
     assert json.loads(run(str(file), "--json", "--schedule", "1f1b_deep").stdout)["step_seconds"] == 37
     text = run(str(file), "--micro-batches", "1").stdout
-    assert "1f1b, 4 stages, 1 micro-batches: 15000.00 ms a step" in text
+    assert "1f1b, 4 stages, 1 micro-batch: 15.00 s a step" in text
     assert "waits" in text and "rank 3" in text
 
 

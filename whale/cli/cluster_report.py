@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from whale.cli.tables import text_table
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster, DeviceType, Link, Node
-from whale.ir.units import bytes_text
+from whale.ir.units import bytes_text, counted
 from whale.planner.catalog import device_types, device_types_with, sources
 from whale.planner.cost.hosts import host_of
 from whale.planner.network.communication import collective
@@ -192,7 +192,7 @@ def cluster_text(data: dict[str, Any]) -> str:
     ]
     parts = [
         text_table(
-            f"cluster: {_counted(data['num_nodes'], 'node')}, {_counted(data['num_devices'], 'device')}",
+            f"cluster: {counted(data['num_nodes'], 'node')}, {counted(data['num_devices'], 'device')}",
             ["nodes", "count", "ranks", "devices"],
             nodes,
         ),
@@ -210,7 +210,3 @@ def cluster_text(data: dict[str, Any]) -> str:
         columns = ["all-reduce of 256 MiB over", "ranks", "predicted", "interval", "algorithm", "bottleneck"]
         parts.append(text_table("communication", columns, collectives))
     return "\n\n".join(parts)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"

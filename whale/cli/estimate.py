@@ -32,7 +32,7 @@ from whale.cli.options import (
 from whale.errors import UsageError
 from whale.ir.state import LEVELS
 from whale.ir.strategy import OFFLOADS
-from whale.ir.units import bytes_text
+from whale.ir.units import bytes_text, time_text
 from whale.planner.schedules.orders import SCHEDULES
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def estimate(
     says so where one of these is chosen.
     """
     from whale.cli.clusters import load_cluster
-    from whale.planner.cost.configuration import Configuration
+    from whale.ir.profile import ModelProfile
+    from whale.planner.cost.configuration import Configuration, Layout
     from whale.planner.cost.estimate import estimate as predict
     from whale.planner.cost.hosts import host_text
 
@@ -110,7 +111,12 @@ def estimate(
         **degrees, zero=asked.level if asked is not None else 0, state_shares=asked.shares if asked is not None else ()
     )
     as_whale = configuration.stack in (None, "whale") and not of_other_stacks(configuration)
-    profile, said = _profile(spec, settings, profile_file, configuration, as_whale=as_whale)
+    if (spec is None) == (profile_file is None):
+        raise UsageError("give either --model, to capture a model, or --profile, to use a profile")
+    known = None if profile_file is None else ModelProfile.load(profile_file)
+    cluster = load_cluster(cluster_file, known)
+    Layout.of(configuration, cluster)  # refuses degrees that cannot be, before a model is captured
+    profile, said = _profile(spec, settings, known, configuration, as_whale=as_whale)
     beyond = of_other_stacks(configuration, profile)
     if beyond and configuration.stack == "whale":
         raise UsageError(f"--stack whale: only other stacks are priced for {beyond[0]}; leave --stack out")
@@ -127,7 +133,6 @@ def estimate(
         configuration = replace(configuration, stack="whale")
     if beyond and as_whale:
         note("for what Whale does, make the profile with 'whale profile model', and with its --precision bf16 or fp16")
-    cluster = load_cluster(cluster_file, profile)
     levels = LEVELS if zero == "auto" else (configuration.zero,)
     for word, level in product(OFFLOADS if offload == "auto" else (offload,), levels):  # the first that fits
         configuration = replace(configuration, zero=level, auto_shares=auto_shares and level > 0, offload=word)
@@ -194,18 +199,16 @@ def _knows_cut(profile: ModelProfile, given: Configuration) -> bool:
 
 
 def _profile(
-    spec: str | None, settings: tuple[str, ...], file: Path | None, given: Configuration, *, as_whale: bool
+    spec: str | None, settings: tuple[str, ...], known: ModelProfile | None, given: Configuration, *, as_whale: bool
 ) -> tuple[ModelProfile, tuple[str, ...]]:
-    """The profile, of a model *as_whale* runs it or as other stacks do, and what was assumed of the model."""
-    from whale.ir.profile import ModelProfile
+    """The profile: that which is known, or of a model *as_whale* runs it or as other stacks do; and what was assumed of
+    the model."""
     from whale.planner.cost.precision import AUTOCAST
 
-    if (spec is None) == (file is None):
-        raise UsageError("give either --model, to capture a model, or --profile, to use a profile")
-    if file is not None:
+    if known is not None:
         if settings:
             raise UsageError("--set is for --model: a profile is of a model whose settings are fixed")
-        return ModelProfile.load(file), ()
+        return known, ()
     loaded = load_model(spec or "", parse_settings(settings), batch_size=4, device="meta")
     from whale.strategies.profile import profile_model
 
@@ -271,7 +274,7 @@ def as_text(found: Estimate, said: Sequence[str], beyond: Sequence[str]) -> str:
     seconds, (low, high) = prediction.step_seconds, prediction.step_seconds_interval
     fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
     lines = [
-        f"step     {_time(seconds)}  ({_time(low)} to {_time(high)}, {prediction.source})",
+        f"step     {time_text(seconds)}  ({time_text(low)} to {time_text(high)}, {prediction.source})",
         f"speed    {_speed(found)}  {prediction.mfu:.1%} MFU  "
         f"{prediction.flops / seconds / len(found.layout.order) / 1e12:.1f} TFLOP/s per device",
         f"memory   {bytes_text(fullest.total)} of {bytes_text(fullest.capacity)} on {fullest.device} "
@@ -286,7 +289,7 @@ def as_text(found: Estimate, said: Sequence[str], beyond: Sequence[str]) -> str:
     ]
     for part, spent in prediction.breakdown.items():
         if spent > 0:
-            lines.append(f"  {part:<14} {_time(spent):>11}  {spent / seconds:6.1%}")
+            lines.append(f"  {part:<14} {time_text(spent):>11}  {spent / seconds:6.1%}")
     lines += ["", f"memory of {fullest.device}"]
     for part, size in _parts(fullest).items():
         if size:
@@ -302,7 +305,3 @@ def _speed(found: Estimate) -> str:
     rows = found.layout.configuration.batch / found.prediction.step_seconds
     has_tokens = found.tokens_per_second > rows * 1.5  # an image is one row
     return f"{found.tokens_per_second:,.0f} tokens/s" if has_tokens else f"{rows:,.1f} rows/s"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

@@ -15,7 +15,7 @@ import click
 
 from whale.cli.options import note, verbosity_options
 from whale.errors import InputFileError
-from whale.ir.units import bytes_text
+from whale.ir.units import bytes_text, time_text
 
 if TYPE_CHECKING:
     from whale.ir.workload import Prediction
@@ -52,7 +52,7 @@ def explain(file: Path, changes: int, as_json: bool) -> None:
         check_workload(plan.workload)
     except ValueError as error:
         raise InputFileError(str(error), path=file) from error
-    found = explain_workload(plan.workload, plan.prediction, num_changes=changes)
+    found = explain_workload(plan.workload, plan.prediction, plan=plan, num_changes=changes)
     saved = savings(plan)
     if as_json:
         data = {**dataclasses.asdict(found), "savings": [dataclasses.asdict(saving) for saving in saved]}
@@ -75,19 +75,15 @@ def _memory(prediction: Prediction | None, saved: Sequence[Saving]) -> list[str]
 
 def as_text(found: Explanation) -> str:
     """The explanation for a reader."""
-    from whale.planner.simulation.gantt import milliseconds
-
-    lines = [f"{milliseconds(found.step_seconds)} a step: {found.bound}", f"rank {found.rank}, the busiest:"]
+    lines = [f"{time_text(found.step_seconds)} a step: {found.bound}", f"rank {found.rank}, the busiest:"]
     parts = [(part, seconds) for part, seconds in found.breakdown.items() if seconds > 0]
-    lines += [
-        f"  {part:<14}{milliseconds(seconds):>14}  {seconds / found.step_seconds:6.1%}" for part, seconds in parts
-    ]
+    lines += [f"  {part:<14}{time_text(seconds):>14}  {seconds / found.step_seconds:6.1%}" for part, seconds in parts]
     if found.waits:
         lines += ["", "who waits:"]
         for wait in found.waits:
             peer = f"rank {wait.peer}" if wait.peer >= 0 else f"its own {wait.part}"
             part = f" ({wait.part})" if wait.peer >= 0 else ""
-            lines.append(f"  rank {wait.rank} waits {milliseconds(wait.seconds)} for {peer}{part}")
+            lines.append(f"  rank {wait.rank} waits {time_text(wait.seconds)} for {peer}{part}")
     lines += ["", "what would help most:" if found.changes else "none of the simulated changes would help"]
     for change in found.changes:
         lines.append(f"  {_change(change, found.step_seconds)}")
@@ -97,10 +93,9 @@ def as_text(found: Explanation) -> str:
 
 
 def _change(change: Change, before: float) -> str:
-    from whale.planner.simulation.gantt import milliseconds
 
     saved = 1 - change.step_seconds / before
-    return f"{change.what}: {milliseconds(change.step_seconds)}, {saved:.1%} less"
+    return f"{change.what}: {time_text(change.step_seconds)}, {saved:.1%} less"
 
 
 @click.command()
@@ -141,11 +136,10 @@ def _value(value: Any) -> str:
 
 
 def _effect(name: str, value: float | None, *, named: bool = True) -> str:
-    from whale.planner.simulation.gantt import milliseconds
 
     label = name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ") + " " if named else ""
     if value is None:
         return f"{label}unknown"
     if name.endswith("_seconds"):
-        return label + milliseconds(value)
+        return label + time_text(value)
     return f"{label}{bytes_text(value)}" if name.endswith("_bytes") else f"{label}{value:.1%}"

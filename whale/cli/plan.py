@@ -37,6 +37,7 @@ from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.state import Align, StateSharding
 from whale.ir.strategy import MAX_STALENESS, RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
+from whale.ir.units import counted, time_text
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ def plan(
             raise UsageError(f"--state-align row: {optimizer} computes with whole matrices; use parameter")
         state_align = "parameter"
     state = sharding_of(zero, state_shares, state_align, offload, reduce)
+    autocast = autocast_of(precision, profile)
+    check_updates(autocast, step_in_backward=step_in_backward, name="--step-in-backward")
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
 
     from whale.annotations import module_scopes
@@ -154,15 +157,12 @@ def plan(
     from whale.compile.compile import Options
     from whale.graph.capture import batch_rows
     from whale.planner.balance.by_speed import pipeline_by_speed
-    from whale.planner.simulation.gantt import milliseconds
     from whale.predict.costs import Costs
     from whale.strategies.profile import profile_model
 
     rows = batch_rows(loaded.batch)
     if rows is None:
         raise UsageError(f"the batch of {loaded.name} has no tensor with rows")
-    autocast = autocast_of(precision, profile)
-    check_updates(autocast, step_in_backward=step_in_backward, name="--step-in-backward")
     precision = in_precision(loaded, precision or autocast)
     scopes = module_scopes(loaded.model)
     if profile is None:
@@ -205,7 +205,7 @@ def plan(
                 if (rule, level) == (rules[-1], levels[-1]):
                     raise
         annotations = stage_annotations(profile, cuts)
-    note(f"compiling {loaded.name} for {len(cluster.devices)} devices")
+    note(f"compiling {loaded.name} for {counted(len(cluster.devices), 'device')}")
     found = make_plan(
         loaded.model,
         loaded.batch,
@@ -240,7 +240,7 @@ def plan(
     why = [f"why: {reason}" for reason in found.reasons]
     if found.even is not None and found.even is not found.predicted:
         even, step = found.even.prediction.step_seconds, found.predicted.prediction.step_seconds
-        why.insert(0, f"even shares: {milliseconds(even)}, {even / step:.2f} times as long")
+        why.insert(0, f"even shares: {time_text(even)}, {even / step:.2f} times as long")
     said = (*said_of_model(loaded, precision, rows=rows), *said_of_hosts(found.plan, cluster))
     made = found.plan.model_copy(update={"assumptions": said})
     _show(made, found.predicted.prediction, found.predicted.workload, cluster, output, as_json, why)

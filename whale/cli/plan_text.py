@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whale.cli.tables import text_table
-from whale.ir.units import bytes_text
+from whale.ir.units import bytes_text, counted, time_text
 
 if TYPE_CHECKING:
     from whale.ir.cluster import Cluster
@@ -20,8 +20,6 @@ __all__ = ["command", "fullest", "memory_text", "stage_table", "step_lines"]
 def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster: Cluster) -> str:
     """A row for each stage: its ranks, devices, mesh, rule of recompute, state and offload if any has one, time and
     fullest device."""
-    from whale.planner.simulation.gantt import milliseconds
-
     memory = {device.rank: device for device in prediction.memory}
     ruled = any(stage.recompute not in (None, "none") for stage in plan.stages)
     divided = any(stage.state is not None and stage.state.level for stage in plan.stages)
@@ -40,7 +38,7 @@ def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster:
                 *([stage.recompute or "none"] if ruled else []),
                 *([_state(stage.state)] if divided else []),
                 *([stage.offload or "none"] if hosted else []),
-                milliseconds(max(tasks)),
+                time_text(max(tasks)),
                 memory_text(fullest([memory[rank] for rank in stage.ranks if rank in memory])),
             ]
         )
@@ -55,8 +53,6 @@ def _state(state: PlanState | None) -> str:
 
 def step_lines(plan: Plan, prediction: Prediction) -> list[str]:
     """The step, its interval, and where its time goes."""
-    from whale.planner.simulation.gantt import milliseconds
-
     low, high = prediction.step_seconds_interval
     least = (plan.batch or 0) % (plan.micro_batch_rows or 1)
     ragged = f", the last of {least}" if least else ""
@@ -66,13 +62,13 @@ def step_lines(plan: Plan, prediction: Prediction) -> list[str]:
         for host in prediction.hosts
     ]
     return [
-        f"{plan.schedule}, {_counted(plan.micro_batches, 'micro-batch', 'es')} of "
-        f"{_counted(plan.micro_batch_rows or 0, 'row', 's')}{ragged}",
-        f"step {milliseconds(prediction.step_seconds)} ({milliseconds(low)} to {milliseconds(high)}, "
+        f"{plan.schedule}, {counted(plan.micro_batches, 'micro-batch', 'es')} of "
+        f"{counted(plan.micro_batch_rows or 0, 'row')}{ragged}",
+        f"step {time_text(prediction.step_seconds)} ({time_text(low)} to {time_text(high)}, "
         f"{prediction.source}), {(plan.batch or 0) / prediction.step_seconds:.1f} rows/s, "
         f"bubble {prediction.bubble:.1%}",
         f"of which{_of_rank(prediction)} "
-        + ", ".join(f"{part} {milliseconds(spent)}" for part, spent in prediction.breakdown.items() if spent > 0),
+        + ", ".join(f"{part} {time_text(spent)}" for part, spent in prediction.breakdown.items() if spent > 0),
         *hosts,
     ]
 
@@ -115,10 +111,6 @@ def fullest(memory: list[DeviceMemory]) -> DeviceMemory:
 def memory_text(device: DeviceMemory) -> str:
     """Bytes of a device, and their fraction of its capacity."""
     return f"{bytes_text(device.total)} ({device.total / device.capacity:.0%})"
-
-
-def _counted(number: int, noun: str, ending: str) -> str:
-    return f"{number} {noun}{ending if number != 1 else ''}"
 
 
 def _shares(shares: tuple[float, ...]) -> str:

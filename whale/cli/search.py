@@ -50,6 +50,7 @@ from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.state import Align
 from whale.ir.strategy import RECOMPUTES, REDUCES, Offload, Recompute, Reduce
+from whale.ir.units import time_text
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ def search(
     for batch in batches:
         asked.check(batch)
     profile = None if profile_file is None else ModelProfile.load(profile_file)
+    check_updates(autocast_of(precision, profile), step_in_backward=step_in_backward, name="--step-in-backward")
     catalog = device_types() if profile is None else device_types_with(profile)
     cluster = load_cluster(cluster_file, profile)
     cases = _cases(cluster, batches, without_, with_, catalog)
@@ -213,7 +215,6 @@ def search(
         model = SearchedModel.of(loaded, profile, cluster, precision, optimizer, annotations, options, rules=rules)
         profile = model.profile
     assert profile is not None
-    check_updates(autocast_of(precision, profile), step_in_backward=step_in_backward, name="--step-in-backward")
     given = replace(
         asked,
         precision=precision or _precision(profile),
@@ -419,10 +420,9 @@ class _Run:
 
 
 def _far(progress: Progress) -> str:
-    from whale.planner.simulation.gantt import milliseconds
 
-    best = "nothing fits yet" if progress.best_seconds is None else f"best {milliseconds(progress.best_seconds)}"
-    return f"{best}, bound {milliseconds(progress.bound_seconds)}, {progress.tried} tried"
+    best = "nothing fits yet" if progress.best_seconds is None else f"best {time_text(progress.best_seconds)}"
+    return f"{best}, bound {time_text(progress.bound_seconds)}, {progress.tried} tried"
 
 
 def _write(searched: Searched, case: _Case, output: Path | None) -> None:

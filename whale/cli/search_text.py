@@ -12,6 +12,7 @@ from whale.cli.assumptions import assumptions_text
 from whale.cli.plan_text import command, fullest, memory_text, stage_table, step_lines
 from whale.cli.tables import text_table
 from whale.errors import UsageError, WhaleError
+from whale.ir.units import counted, time_text
 
 if TYPE_CHECKING:
     from whale.commands.plan_writer import Choice
@@ -57,7 +58,6 @@ def _idle(candidate: Candidate, cluster: Cluster) -> str:
 
 
 def _choices(searched: Searched, cluster: Cluster) -> str:
-    from whale.planner.simulation.gantt import milliseconds
 
     best = searched.best
     rows = []
@@ -66,7 +66,7 @@ def _choices(searched: Searched, cluster: Cluster) -> str:
         rows.append(
             [
                 str(number),
-                milliseconds(prediction.step_seconds),
+                time_text(prediction.step_seconds),
                 memory_text(fullest(list(prediction.memory))),
                 f"{prediction.mfu:.1%}",
                 f"{prediction.bubble:.1%}",
@@ -90,13 +90,12 @@ def against_the_best(choice: Choice, best: Choice) -> str:
 
 
 def _bound(searched: Searched) -> str:
-    from whale.planner.simulation.gantt import milliseconds
 
     found, best = searched.found, searched.best
-    before, bound = milliseconds(best.candidate.prediction.step_seconds), milliseconds(found.bound_seconds)
+    before, bound = time_text(best.candidate.prediction.step_seconds), time_text(found.bound_seconds)
     said = f"Predicted: {before}, without compiling."
     if best.compiled:
-        said = f"Before compiling: {before}; after: {milliseconds(best.prediction.step_seconds)}."
+        said = f"Before compiling: {before}; after: {time_text(best.prediction.step_seconds)}."
     return f"{said} Lower bound: {bound}."
 
 
@@ -128,8 +127,7 @@ def in_short(candidate: Candidate, cluster: Cluster) -> str:
         parts.append(f"{number} stages of {look}" if number > 1 else look)
     shown = ", ".join(parts[:6]) + (f" and {len(parts) - 6} more" if len(parts) > 6 else "")
     schedule = "" if candidate.schedule == "1f1b" else f" {candidate.schedule}"
-    count = candidate.micro_batches
-    return f"{shown}, {count} micro-batch{'es' if count > 1 else ''}{schedule}"
+    return f"{shown}, {counted(candidate.micro_batches, 'micro-batch', 'es')}{schedule}"
 
 
 def _look(stage: StageChoice, cluster: Cluster) -> str:
@@ -211,8 +209,6 @@ def _stage_data(stage: StageChoice) -> dict[str, Any]:
 
 def cases_text(answers: Sequence[Answer]) -> str:
     """A row for each case, compared with the first."""
-    from whale.planner.simulation.gantt import milliseconds
-
     first = answers[0][3] if answers else None
     rows = []
     for change, batch, cluster, found in answers:
@@ -230,7 +226,7 @@ def cases_text(answers: Sequence[Answer]) -> str:
                 change,
                 str(batch),
                 devices,
-                milliseconds(prediction.step_seconds),
+                time_text(prediction.step_seconds),
                 f"{speed:.1f}",
                 than,
                 memory_text(fullest(list(prediction.memory))),

@@ -13,9 +13,9 @@ import click
 from whale.cli.files import refuse_same, write_whole
 from whale.cli.options import AT_LEAST_1, note, verbosity_options
 from whale.errors import InputFileError, UsageError
-from whale.ir.units import bytes_text
+from whale.ir.units import bytes_text, counted, time_text
 from whale.planner.schedules.orders import SCHEDULES
-from whale.planner.simulation.gantt import LEGEND, breakdown_table, gantt, milliseconds
+from whale.planner.simulation.gantt import LEGEND, breakdown_table, gantt
 from whale.planner.simulation.timeline import Event, Timeline
 from whale.planner.simulation.trace import trace_of
 
@@ -120,8 +120,9 @@ def as_text(timeline: Timeline, workload: Workload, width: int) -> str:
     longest = sorted(waits.items(), key=lambda wait: (-wait[1], wait[0]))[:3]
     return "\n".join(
         [
-            f"{workload.schedule}, {len(workload.stages)} stages, {workload.micro_batches} micro-batches: "
-            f"{milliseconds(timeline.step_seconds)} a step, bubble {timeline.bubble:.1%}",
+            f"{workload.schedule}, {counted(len(workload.stages), 'stage')}, "
+            f"{counted(workload.micro_batches, 'micro-batch', 'es')}: "
+            f"{time_text(timeline.step_seconds)} a step, bubble {timeline.bubble:.1%}",
             "",
             gantt(timeline, width),
             LEGEND,
@@ -129,7 +130,7 @@ def as_text(timeline: Timeline, workload: Workload, width: int) -> str:
             breakdown_table(timeline),
             "",
             *(
-                f"rank {timeline.last_rank} waits {milliseconds(seconds)} for "
+                f"rank {timeline.last_rank} waits {time_text(seconds)} for "
                 + (f"its own {reason}" if peer == timeline.last_rank else f"rank {peer} ({reason})")
                 for (peer, reason), seconds in longest
             ),
