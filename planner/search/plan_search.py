@@ -422,14 +422,21 @@ class PlanSearch(Scoreboard):
 
     # Nothing fits
 
-    def shortage(self, prices: CostModel) -> str:
-        """Error text for the nearest plan, with changes that would fit at these *prices*."""
-        for given, count, schedule, _ in sorted(self.lacking, key=lambda one: -one.held)[:MOST_MISSING]:
+    def is_possible(self) -> bool:
+        """Whether there is a plan, if nothing fits, on devices with more memory: what is fixed may leave none."""
+        lacking = sorted(self.lacking, key=lambda one: -one.held)
+        for number, (given, count, schedule, _) in enumerate(lacking):
+            if number >= MOST_MISSING and self.nearest is not None:
+                break
             sequence = given.all_devices() if isinstance(given, Family) else given
             starts = evenest_cuts(self.meshes, sequence, self.batch, count, schedule)
             if starts is not None and all(mesh.data <= self.meshes.rows(self.batch, count) for mesh in sequence):
                 self._note(self._scored(sequence, starts, count, schedule))
-        if self.nearest is None:
+        return self.nearest is not None
+
+    def shortage(self, prices: CostModel) -> str:
+        """Error text for the nearest plan, with changes that would fit at these *prices*."""
+        if not self.is_possible() or self.nearest is None:
             return self._contradiction()
         devices = self.meshes.prices.cluster.devices
         if all(framework_bytes(device.type, len(devices)) > device.memory_bytes for device in devices):

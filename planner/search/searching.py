@@ -185,6 +185,8 @@ class _Searches:
         settings = self.settings
         self.last = self._under(settings.way)
         first = self._run(self.last)
+        if first is None and not self.stop() and not self.last.is_possible():
+            self._refuse()
         more = self._fitting(_ways(settings, self.costs.cluster)) if first is None else self._with_levels(first)
         more += self._with_cut_rows([*([first] if first is not None else []), *more])
         if first is None and not more:
