@@ -8,8 +8,9 @@ that do not speed up in proportion), so it is solved in three steps:
    that are left, of jobs x options x states (`Shares.least`);
 2. a policy lets the first k jobs share, of those that weigh most for what they take (Smith's rule), and favours short
    jobs by a power of their length, because long ones will have their devices; after each job that is done, again;
-3. each policy is followed to the end, from each start; of few jobs the start of the best is refined, one or two jobs
-   at a time, as long as the sum falls. The last two jobs are given the best of all their options.
+3. each policy is followed to the end, from each start; of up to three jobs all starts are tried where these are not
+   too many, of four the start of the best is refined, one or two jobs at a time, as long as the sum falls. The last two
+   jobs are given the best of all their options.
 
 Heuristic: steps 2 and 3; the tests compare them with all allocations at all completions of small cases.
 
@@ -42,7 +43,10 @@ FEW = 4
 
 
 REFINED = 100
-"""Most starts that are tried besides those of policies, each with all that may follow."""
+"""Most starts of a few jobs that are tried besides those of policies, each with all that may follow."""
+
+EVERY = 4_000
+"""Most starts of up to three jobs of which all are tried; what follows the first that is done is then the best."""
 
 
 class Shares:
@@ -117,7 +121,10 @@ class LeastCompletion:
             total = self._from(jobs, start, capacity) if few else self._followed(jobs, start, capacity, policy)
             if total < best:
                 best, given = total, list(start)
-        better, left = few, REFINED
+        for start in self._every(jobs, capacity) if len(jobs) <= 3 else ():
+            if start not in tried and (total := self._from(jobs, start, capacity)) < best * (1 - 1e-9):
+                best, given = total, list(start)
+        better, left = len(jobs) == FEW, REFINED
         while better:
             better = False
             for start in self._near(jobs, given, capacity):
@@ -218,6 +225,20 @@ class LeastCompletion:
 
         now = [replace(job, arrival_seconds=0.0) for job, can in zip(jobs, able, strict=True) if can]
         return simulate(now, self.shares.counts, capacity, rule, restart_seconds=self.restart_seconds).total_seconds
+
+    def _every(self, jobs: Sequence[Demand], capacity: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+        """All ways to give devices to jobs; none if there are too many."""
+        found: list[tuple[int, ...]] = [()]
+        for job in jobs:
+            options = [NOTHING, *map(int, np.flatnonzero(job.speeds > 0))]
+            found = [
+                (*start, option)
+                for start, option in product(found, options)
+                if self.shares.fits((*start, option), capacity)
+            ]
+            if len(found) > EVERY:
+                return ()
+        return found
 
     def _near(
         self, jobs: Sequence[Demand], given: Sequence[int], capacity: tuple[int, ...]

@@ -61,7 +61,13 @@ def read_record(record: type[RecordT], document: Document) -> RecordT:
         return record.model_validate_json(json.dumps(document.value, default=str))
     except ValidationError as error:
         findings = error.errors(include_url=False, include_context=True)
-    placed = [(finding, _place(finding, document)) for finding in findings]
+    places = [finding["loc"] for finding in findings]
+    placed = [
+        (finding, _place(finding, document))
+        for finding, at in zip(findings, places, strict=True)
+        # a list is too short, too, if its entries are wrong
+        if finding["type"] != "too_short" or not any(len(at) < len(other) and other[: len(at)] == at for other in places)
+    ]
     placed.sort(key=lambda found: (found[0]["type"] != "extra_forbidden", document.line_of(found[1]) or 0))
     first, place = placed[0]
     more = f" (and {len(placed) - 1} more)" if len(placed) > 1 else ""
