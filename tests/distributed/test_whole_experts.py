@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +146,32 @@ def test_training_is_that_of_plain_pytorch(worlds: Worlds, options: dict[str, An
     for found, alone, apart in worlds.run(2, curves, options):
         assert found == pytest.approx(alone, rel=BOUND)
         assert apart < 1e-9  # Adam divides by roots of gradients
+
+
+def moved(world: World, directory: str) -> bool:
+    """Whether a checkpoint of whole experts, their state divided, is the same in a plan that cuts them."""
+    torch.manual_seed(0)
+    model, batch = moe("qwen3_moe", experts=5, output_router_logits=False)
+    other = copy.deepcopy(model)
+    for name, one in other.named_parameters():
+        torch.nn.init.zeros_(one) if "experts" in name else None
+    layout = {"": [replicate(2), replicate()], EXPERTS: [replicate(2), WHOLE]}
+    found = []
+    for one, ways in ((model, layout), (other, {"": replicate(), EXPERTS: split(experts="cut")})):
+        whale.annotate(one, ways)
+        parallel = whale.parallelize(one, batch, device="cpu", zero=3 if ways is layout else 0)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+        if found:
+            whale.load_checkpoint(directory, parallel, optimizer=optimizer)
+        else:
+            parallel.train_step(**batch)
+            optimizer.step()
+            whale.save_checkpoint(directory, parallel, step=1, optimizer=optimizer)
+            whale.wait_for_checkpoints()
+        found.append(parallel.full_state_dict())
+    before, after = found
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_checkpoint_has_whole_stacks(worlds: Worlds, tmp_path: Path) -> None:
+    assert all(worlds.run(4, moved, str(tmp_path / "checkpoint")))
