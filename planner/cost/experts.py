@@ -1,4 +1,4 @@
-"""Which way devices share the experts of a mixture: each has whole experts, or a part of every one.
+"""The two ways in which devices share the experts of a mixture: each has whole experts, or a part of every one.
 
 With whole experts rows travel: as many as were routed, to and fro. With cut ones every device computes the rows of all:
 they are gathered, and results are summed. Which costs less depends on how many experts a row goes to, on how many

@@ -153,10 +153,11 @@ def moved(world: World, directory: str) -> bool:
     torch.manual_seed(0)
     model, batch = moe("qwen3_moe", experts=5, output_router_logits=False)
     other = copy.deepcopy(model)
-    for name, one in other.named_parameters():
-        torch.nn.init.zeros_(one) if "experts" in name else None
+    for name, parameter in other.named_parameters():
+        if "experts" in name:
+            torch.nn.init.zeros_(parameter)
     layout = {"": [replicate(2), replicate()], EXPERTS: [replicate(2), WHOLE]}
-    found = []
+    found: list[dict[str, torch.Tensor]] = []
     for one, ways in ((model, layout), (other, {"": replicate(), EXPERTS: split(experts="cut")})):
         whale.annotate(one, ways)
         parallel = whale.parallelize(one, batch, device="cpu", zero=3 if ways is layout else 0)
