@@ -19,6 +19,7 @@ from torch import fx
 from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolve, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement, shard
 from whale.strategies.axes import AxisFactors, Dim
+from whale.strategies.routes import ROUTED, Routes, routes_of
 from whale.strategies.rules import rule_of
 from whale.strategies.rules.registry import Op, OpAxis, Rule
 
@@ -138,9 +139,26 @@ def analyse(graph: fx.Graph, batch: Sequence[fx.Node] = ()) -> Analysis:
     if rows:
         found = factors.cuttable(rows[0])
         analysis.batch_factor = found[0] if found else -1
+    routes = routes_of((op, analysis.rules[node]) for node, op in analysis.ops.items())
+    for one in routes:
+        one.align(factors, analysis.dims)
     for node in analysis.ops:
         analysis.choices[node] = _choices(analysis, node)
+    for one in routes:
+        _add_routed(analysis, one)
     return analysis
+
+
+def _add_routed(analysis: Analysis, routes: Routes) -> None:
+    """Add the choices to compute rows at their experts."""
+    cuts = {
+        node: {
+            c.factor for c in analysis.choices[node] if all(p == shard(0, c.factor) for p in (*c.inputs, *c.outputs))
+        }
+        for node in routes.ops
+    }
+    for node, way in routes.ways(analysis.factors, analysis.dims, cuts):
+        analysis.choices[node].append(Choice(way.inputs, way.outputs, way.experts, ROUTED))
 
 
 def _relate(analysis: Analysis, op: Op, rule: Rule) -> None:

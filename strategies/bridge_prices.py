@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 from whale.ir.placement import Placement
 
-__all__ = ["GLOO", "Prices", "all_reduce_price", "conversion_cost", "ring_price"]
+__all__ = ["GLOO", "IMPOSSIBLE", "Prices", "all_reduce_price", "conversion_cost", "exchange_price", "ring_price"]
+
+IMPOSSIBLE = 1e18
+"""Price of a bridge that does not exist: of rows at experts, to and from which only operators lead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,8 @@ def conversion_cost(a: Placement, b: Placement, nbytes: float, size: int, grad: 
     """Price of a bridge: bytes of the value's and the gradient's conversions (ring algorithms)."""
     if a == b:
         return 0.0
+    if "E" in (a.kind, b.kind):
+        return IMPOSSIBLE
     cost = _PRIMITIVE[a.value, b.value](nbytes, size, prices)
     if grad:
         cost += _PRIMITIVE[b.gradient, a.gradient](nbytes, size, prices)
@@ -73,6 +78,11 @@ def ring_price(nbytes: float, work: float, size: int, prices: Prices) -> float:
 
 def _reduce_scatter(nbytes: float, size: int, prices: Prices) -> float:
     return prices.latency + 2 * prices.reduce_scatter * nbytes * (size - 1) / size
+
+
+def exchange_price(nbytes: float, size: int, grad: bool, prices: Prices) -> float:
+    """Price of an all-to-all of *nbytes* bytes of all ranks together, and of that of the gradient."""
+    return (1 + grad) * _all_to_all(nbytes, size, prices)
 
 
 def _all_to_all(nbytes: float, size: int, prices: Prices) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from whale.runtime.experts import product_of_groups
 from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram
 from whale.runtime.random import SeededAttention
+from whale.runtime.routing import AtExperts
 
 __all__ = ["FUSED", "FusedCall", "Listener", "Traffic", "accelerated", "fused", "work_of_attention"]
 
@@ -223,7 +224,11 @@ def accelerated(program: LocalProgram) -> LocalProgram:
 def fused(program: LocalProgram) -> LocalProgram:
     """The same with modules in place of operators, so that its derivative can be made. Attention that is seeded is the
     kernel too, which draws by itself."""
-    code = program.micro_batch.code
+    graph = program.micro_batch
+    return replace(program, micro_batch=LocalGraph(_fused(graph.code), graph.sources))
+
+
+def _fused(code: LocalCode) -> LocalCode:
     graph, root = fx.Graph(), copy.copy(code.root)
     root._modules = dict(code.root._modules)
     graph.output(graph.graph_copy(code.graph, {}))
@@ -231,11 +236,13 @@ def fused(program: LocalProgram) -> LocalProgram:
         target = node.target
         if node.op == "call_module" and isinstance(seeded := root.get_submodule(str(target)), SeededAttention):
             target, node.args = seeded.target, node.args[1:]
+        elif node.op == "call_module" and isinstance(placed := root.get_submodule(str(target)), AtExperts):
+            root.add_module(str(target), AtExperts(_fused(placed.code), placed.num_rows, placed.route, placed.ranks))
         if target in FUSED:
             name = f"fused_{number}"
             root.add_module(name, FusedCall(target, draws=_drops(target, node)))
             node.op, node.target = "call_module", name
-    return replace(program, micro_batch=LocalGraph(LocalCode(root, graph), program.micro_batch.sources))
+    return LocalCode(root, graph)
 
 
 def _drops(target: Any, node: fx.Node) -> bool:
@@ -286,6 +293,12 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         fused = FUSED.get(target)
         return fused(_Nobody(), *args, **kwargs) if fused else super().call_function(target, args, kwargs)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        module = self.fetch_attr(target)
+        if isinstance(module, AtExperts):
+            return module.through(lambda root, code, given: _Interpreter(root, graph=code.graph).run(*given), *args)
+        return super().call_module(target, args, kwargs)
 
 
 class _Nobody:

@@ -25,6 +25,7 @@ from whale.ir.check import CollectiveCall
 from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.runtime.collectives import Bridge
 from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram
+from whale.runtime.routing import AtExperts
 from whale.strategies.derivatives import derivative_of
 from whale.strategies.dry_run import (
     WithoutData,
@@ -436,6 +437,16 @@ class _Interpreter(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         kernel = FUSED.get(target)
         return kernel(self.recorder, *args, **kwargs) if kernel else super().call_function(target, args, kwargs)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        module = self.fetch_attr(target)
+        if not isinstance(module, AtExperts):
+            return super().call_module(target, args, kwargs)
+
+        def run(root: nn.Module, code: LocalCode, given: Sequence[Any]) -> Any:
+            return _Interpreter(LocalCode(root, code.graph), self.recorder).run(*given)
+
+        return module.through(run, *args)
 
 
 def _source(node: fx.Node | None) -> fx.Node | None:

@@ -29,14 +29,14 @@ from whale.ir.profile import (
     RuleCosts,
     Saved,
 )
-from whale.ir.strategy import RECOMPUTES, Recompute
+from whale.ir.strategy import EXPERTS, RECOMPUTES, Experts, Recompute
 from whale.runtime.random import RNGPosition
 from whale.strategies.amounts import as_number, most_of, most_of_both, without_all
 from whale.strategies.casts import cast_to
 from whale.strategies.dry_run import TaskCalls, dry_run
 from whale.strategies.fused import Traffic
 from whale.strategies.kernels import Again, Kept, KernelRun, Trace, trace, trace_again
-from whale.strategies.layers import NOTHING_SPLIT, LayeredModel, default_dtype
+from whale.strategies.layers import NO_EXPERTS, NOTHING_SPLIT, ExpertSplit, LayeredModel, default_dtype
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.recompute import has_regions
 from whale.strategies.regions import (
@@ -46,6 +46,7 @@ from whale.strategies.regions import (
     expert_operators,
     expert_ways,
 )
+from whale.strategies.routes import ROUTED
 
 __all__ = ["ROWS", "Collectives", "KindCosts", "NoLaw"]
 
@@ -92,7 +93,9 @@ class KindCosts:
         self.again: dict[_Way, list[_Placing]] = {}
         self.divided: dict[int, KindCosts] = {}
 
-    def measure(self, degree: int, experts: tuple[str, ...] = (), context: int = 1, *, divisible: bool = False) -> bool:
+    def measure(
+        self, degree: int, experts: ExpertSplit = NO_EXPERTS, context: int = 1, *, divisible: bool = False
+    ) -> bool:
         """Trace the layer split over *degree* devices, or with only its *experts* split, with rows that are cut over
         *context* of these groups.
 
@@ -165,6 +168,13 @@ class KindCosts:
             rules=RECOMPUTES if self.rules else ("none",),
         )
 
+    @property
+    def ways_of_experts(self) -> tuple[Experts | None, ...]:
+        """The ways in which devices may share the layer's experts; one that has no name if there is no other."""
+        first = next(iter(self.models.values()))
+        nodes = first.chain.partition.stages[self.kind].nodes
+        return EXPERTS if any(c.form == ROUTED for n in nodes for c in first.analysis.choices[n]) else (None,)
+
     def between_replicas(self) -> Collectives:
         """The collectives of the layer on two replicas that have the same rows."""
         calls: list[TaskCalls] = []
@@ -181,7 +191,7 @@ class KindCosts:
     @property
     def keeps_input(self) -> bool:
         """Whether autograd saves the layer's input."""
-        return any(kept.received for kept in self.traces[1, (), 1][0].kept)
+        return any(kept.received for kept in self.traces[1, NO_EXPERTS, 1][0].kept)
 
     def sent(self, value: Value) -> Amount:
         """The whole size of a value that leaves the layer."""
@@ -196,7 +206,7 @@ class KindCosts:
             sizes.append(Traffic(elements=count) if same else Traffic(bytes=count * tensor.element_size()))
         return self._amount(sizes)
 
-    def variant(self, degree: int, experts: tuple[str, ...] = (), context: int = 1, *, sent: bool) -> LayerVariant:
+    def variant(self, degree: int, experts: ExpertSplit = NO_EXPERTS, context: int = 1, *, sent: bool) -> LayerVariant:
         """The layer's measured costs. *sent* says whether its output is saved here, not by its readers."""
         if degree in self.divided and context == 1:
             return self.divided[degree].variant(degree, sent=sent)
@@ -221,6 +231,7 @@ class KindCosts:
         return LayerVariant(
             tensor_degree=1 if experts else degree,
             expert_degree=degree if experts else 1,
+            experts=experts.way,
             context_degree=context,
             forward=self._kernels([t.forward for t in traces], regions),
             backward=self._kernels([t.backward for t in traces], regions, forward=False),
@@ -363,7 +374,7 @@ class KindCosts:
         return most_of([without_all(self._amount(same), kept) for same in dict.fromkeys(zip(*runs, strict=True))])
 
 
-_Way = tuple[int, tuple[str, ...], int]
+_Way = tuple[int, ExpertSplit, int]
 """The devices over which a layer is split, the modules of its experts if only these are, and the context degree."""
 
 _Group = Literal["tensor", "expert", "context", "replica"]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,7 +26,7 @@ from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.values import Value, operands, resolve, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
-from whale.ir.strategy import REPLICAS, SHARDS, Along, RegionRole
+from whale.ir.strategy import REPLICAS, SHARDS, Along, Experts, ExpertsRole, RegionRole
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.local_program import LocalProgram
 from whale.runtime.random import RNGPosition
@@ -39,9 +39,32 @@ from whale.strategies.placing import Report, StageProblem, batch_placeholders, l
 from whale.strategies.regions import is_within
 from whale.strategies.ungroup import ungroup
 
-__all__ = ["NOTHING_SPLIT", "LayeredModel", "at_rows", "converted", "default_dtype", "layered", "within"]
+__all__ = [
+    "NOTHING_SPLIT",
+    "NO_EXPERTS",
+    "ExpertSplit",
+    "LayeredModel",
+    "at_rows",
+    "converted",
+    "default_dtype",
+    "layered",
+    "within",
+]
 
-NOTHING_SPLIT = (".",)
+
+class ExpertSplit(NamedTuple):
+    """The modules of a layer whose experts alone are split, and how; none: the whole layer is split."""
+
+    modules: tuple[str, ...] = ()
+    way: Experts | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.modules)
+
+
+NO_EXPERTS = ExpertSplit()
+
+NOTHING_SPLIT = ExpertSplit((".",))
 """No module's path, in place of experts' paths: nothing is split, the devices are replicas that divide the rows."""
 
 MEGATRON = Prices(reduce_scatter=1.0)
@@ -62,7 +85,7 @@ class LayeredModel:
     rows: tuple[int, ...]
     time: Mapping[fx.Node, Choice]
     like: LayeredModel | None = None
-    _placed: dict[tuple[int, int, tuple[str, ...], int], PlacedStage] = field(default_factory=dict)
+    _placed: dict[tuple[int, int, ExpertSplit, int], PlacedStage] = field(default_factory=dict)
     _between: dict[tuple[int, int, int], PlacedStage] = field(default_factory=dict)
 
     @property
@@ -70,9 +93,9 @@ class LayeredModel:
         """The graph, with one layer of each kind."""
         return self.chain.captured
 
-    def place(self, kind: int, degree: int, experts: tuple[str, ...] = (), context: int = 1) -> PlacedStage:
-        """A kind of layer with its operators split over *degree* devices; with *experts*, module paths, only those in
-        these are split, and the others divide the rows. Each row is cut over *context* such groups along `cut_dim`.
+    def place(self, kind: int, degree: int, experts: ExpertSplit = NO_EXPERTS, context: int = 1) -> PlacedStage:
+        """A kind of layer with its operators split over *degree* devices; with *experts*, only those in their modules
+        are split, and the others divide the rows. Each row is cut over *context* such groups along `cut_dim`.
 
         Raises:
             InfeasibleError: the layer cannot be split over that number of devices.
@@ -198,7 +221,7 @@ class LayeredModel:
         choices = (stage.choices[node][1] for node in stage.nodes)
         return any(p.kind == "S" and p.factor == factor for one in choices for p in (*one.inputs, *one.outputs))
 
-    def _problem(self, kind: int, degree: int, experts: tuple[str, ...] = (), context: int = 1) -> StageProblem:
+    def _problem(self, kind: int, degree: int, experts: ExpertSplit = NO_EXPERTS, context: int = 1) -> StageProblem:
         """A kind of layer as a stage whose values may come and leave in any form."""
         graph = self.chain.partition.stages[kind]
         outputs: tuple[Any, ...] = self.captured.graph.output_node().args[0]  # type: ignore[assignment]
@@ -252,7 +275,7 @@ class LayeredModel:
         for later in self.chain.partition.stages[kind + 1 :]:
             for value in {v for n in later.nodes for v in operands(n)} & read:
                 if value[0].name in self.captured.parameters:
-                    found[value] = self.place(later.index, degree, (), context).stored[value]
+                    found[value] = self.place(later.index, degree, NO_EXPERTS, context).stored[value]
         return found
 
     def program(
@@ -260,7 +283,7 @@ class LayeredModel:
         kind: int,
         degree: int,
         rows: int,
-        experts: tuple[str, ...] = (),
+        experts: ExpertSplit = NO_EXPERTS,
         context: int = 1,
         *,
         clock: RNGPosition | None = None,
@@ -281,12 +304,13 @@ class LayeredModel:
         return at_micro_batch(program, stage, 0, micro_batch)
 
 
-def _roles(node: fx.Node, degree: int, experts: Sequence[str]) -> tuple[RegionRole, ...]:
+def _roles(node: fx.Node, degree: int, experts: ExpertSplit) -> tuple[RegionRole, ...]:
     """The role of an operator on the devices of a group."""
     if degree == 1:
         return ()
-    is_split = not experts or any(is_within(module_of(node), path) for path in experts)
-    return (SHARDS if is_split else REPLICAS,)
+    if experts and not any(is_within(module_of(node), path) for path in experts.modules):
+        return (REPLICAS,)
+    return (SHARDS if experts.way is None else ExpertsRole(experts=experts.way),)
 
 
 def _mesh(kind: int, degree: int, context: int = 1) -> VirtualDevice:

@@ -123,14 +123,14 @@ def random_between(*args: Any, **kwargs: Any) -> torch.Tensor:
     return found
 
 
-def group_once(graph: fx.Graph) -> None:
-    """Sort rows once for all expert products with the same choice of experts."""
+def group_once(graph: fx.Graph, experts: int | None = None) -> None:
+    """Sort rows once for all expert products with the same choice of *experts*; None: of all that the model has."""
     known: dict[tuple[fx.Node, int], list[fx.Node]] = {}
     for node in list(graph.nodes):
         if node.target is not grouped_product:
             continue
         x, matrices, choice, kernel = node.args
-        count = node.meta["source"].args[1].meta["val"].shape[0]
+        count = node.meta["source"].args[1].meta["val"].shape[0] if experts is None else experts
         if (choice, count) not in known:
             with graph.inserting_before(node):
                 groups = graph.call_function(group, (choice, count))

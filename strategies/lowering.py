@@ -10,6 +10,7 @@ the layout; the new nodes have none.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from whale.graph.capture import Captured
+from whale.graph.nodes import node_copy
 from whale.graph.partition import is_random
 from whale.graph.values import Value, needs_grad, output_shapes, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, Cut, Placement
@@ -29,13 +31,16 @@ from whale.ir.virtual_device import VirtualDevice
 from whale.runtime.attention import CausalRows, has_kernel
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
 from whale.runtime.draws import DRAWS, SeededDraw
-from whale.runtime.local_program import LocalGraph, LocalProgram, Source
+from whale.runtime.experts import from_experts, to_experts
+from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram, Source
 from whale.runtime.random import RNGPosition, SeededAttention, SeededBernoulli, SeededCall, SeededDropout, position_key
+from whale.runtime.routing import AtExperts, Route
 from whale.strategies.analysis import STRETCHES, Analysis, Choice
 from whale.strategies.forms import ASKED, COLLECTIVES, FORMS, FormCall, MeshPlace
 from whale.strategies.halos import causal_mask, windowed_call
-from whale.strategies.layout import Layout, Placements, length_of
+from whale.strategies.layout import Layout, Placements, length_of, unit_shares
 from whale.strategies.local_graph import Emitter, arguments, emit, group_once, mark_reusable, substitute
+from whale.strategies.routes import ROUTED
 from whale.strategies.rules.registry import LocalShapes, Op
 from whale.strategies.sequences import ring_call
 
@@ -104,6 +109,66 @@ def lower(
     return Lowering(captured, analysis, stage, rank, micro_batch, clock).run()
 
 
+ANY = -1
+"""Size of a dim of rows at experts in the arguments of views: as many as there are."""
+
+
+def _of_any_rows(shape: tuple[int, ...], placements: Placements) -> tuple[int, ...]:
+    """A local shape, of whose rows at experts only a step knows the number."""
+    dims = {p.dim for p in placements if p.kind == "E"}
+    return tuple(ANY if dim in dims else size for dim, size in enumerate(shape))
+
+
+class _AtExperts:
+    """The graph of what is computed at experts for the rows of one choice: its values, and what is given to them."""
+
+    def __init__(self, choice: Value) -> None:
+        self.body = Emitter(MICRO_BATCH, nn.Module())
+        self.own = self.body.placeholder(choice, ("at experts", "choice"), "choice")
+        self.rows: list[tuple[fx.Node, fx.Node]] = []  # that come, and where they come in
+        self.others: list[tuple[fx.Node, fx.Node]] = []
+        self.values: dict[Value, Placements] = {}  # of rows
+
+    def bring(self, value: Value, given: fx.Node, placed: Placements, *, is_choice: bool) -> None:
+        """Let rows come, as a value."""
+        hole = self.own if is_choice else self.body.placeholder(value, ("at experts", "rows"), value[0].name)
+        self.values[value], self.body.env[value, placed] = placed, hole
+        if not is_choice:
+            self.rows.append((given, hole))
+
+    def hold(self, value: Value, placed: Placements, given: fx.Node) -> fx.Node:
+        """Give a tensor that has no rows."""
+        if (value, placed) not in self.body.env:
+            hole = self.body.placeholder((value, placed), ("at experts", "other"), value[0].name)
+            self.body.env[value, placed] = hole
+            self.others.append((given, hole))
+        return self.body.env[value, placed]
+
+    def call(self, result: fx.Node, route: Route, ranks: tuple[int, ...]) -> tuple[AtExperts, list[fx.Node]]:
+        """A module that computes a result, and the tensors that it reads besides the choice."""
+        inside = [self.own, *(hole for _, hole in (*self.rows, *self.others))]
+        graph = fx.Graph()
+        env = {hole: graph.placeholder(hole.name) for hole in inside}
+        wanted = _before(result)
+        for node in self.body.graph.nodes:
+            if node.op != "placeholder" and node in wanted:
+                env[node] = node_copy(graph, node, env.__getitem__)
+        graph.output((env[result],))
+        group_once(graph, route.experts[route.index])
+        tensors = [given for given, _ in (*self.rows, *self.others)]
+        return AtExperts(LocalCode(self.body.root, graph), len(self.rows), route, ranks), tensors
+
+
+def _before(node: fx.Node) -> set[fx.Node]:
+    """A node and all that it reads."""
+    found, waiting = set[fx.Node](), [node]
+    while waiting:
+        if (one := waiting.pop()) not in found:
+            found.add(one)
+            waiting += one.all_input_nodes
+    return found
+
+
 class Lowering:
     """The graphs of one rank, as they are written."""
 
@@ -126,6 +191,7 @@ class Lowering:
         self.depends_on_position = False
         self._level: dict[fx.Node, int] = {}
         self._masks: dict[Any, fx.Node] = {}
+        self._at_experts: dict[Value, _AtExperts] = {}
 
     @cached_property
     def order(self) -> dict[fx.Node, int]:
@@ -219,6 +285,13 @@ class Lowering:
         outputs = [
             self._normal((node, i), tuple(c.outputs[i] for c in choices)) for i in range(len(output_shapes(node)))
         ]
+        if any(choice.form == ROUTED for choice in choices):
+            self._routed(op, choices, inputs, outputs)
+            return
+        if node.target in (to_experts, from_experts):  # they are here
+            main.env[(node, 0), outputs[0]] = self.read(op.operands[0], inputs[0])
+            self.primary[node, 0] = outputs[0]
+            return
         spared = self._spared_mask(op)
         args = [
             self.read(value, want) if i != spared else None
@@ -227,6 +300,52 @@ class Lowering:
         self._call(main, op, choices, args, inputs, outputs)
         for index, placed in enumerate(outputs):
             self.primary[(node, index)] = placed
+
+    def _routed(
+        self, op: Op, choices: Sequence[Choice], inputs: Sequence[Placements], outputs: Sequence[Placements]
+    ) -> None:
+        """Write an operator that computes rows at experts into the graph of these, or bring rows there or back."""
+        node, main = op.node, self.emitters[MICRO_BATCH]
+        if op.target is to_experts:
+            place = self._at_experts.setdefault(op.operands[1], _AtExperts(op.operands[1]))
+            is_choice = op.operands[0] == op.operands[1]
+            place.bring((node, 0), self.read(op.operands[0], inputs[0]), outputs[0], is_choice=is_choice)
+            return
+        place = next(p for p in self._at_experts.values() if any(v in p.values for v in op.operands))
+        if op.target is from_experts:
+            axis = next(i for i, choice in enumerate(choices) if choice.form == ROUTED)
+            value = op.operands[0]
+            result = self._convert(value, place.values[value], self._normal(value, inputs[0]), place.body)
+            module, tensors = place.call(result, self._route(op, choices, axis, inputs[1]), self.groups[axis])
+            choice = self.read(op.operands[1], inputs[1])
+            back = main.call_module(module, (choice, *tensors), "at_experts")
+            back.meta["source"] = node
+            main.env[(node, 0), outputs[0]] = back
+            self.primary[node, 0] = outputs[0]
+            return
+        args: list[fx.Node | None] = []
+        for value, want in zip(op.operands, inputs, strict=True):
+            wanted = self._normal(value, want)
+            if value in place.values:
+                args.append(self._convert(value, place.values[value], wanted, place.body))
+            else:
+                args.append(place.hold(value, wanted, self.read(value, wanted)))
+        self._call(place.body, op, choices, args, inputs, outputs)
+        place.values |= {(node, index): placed for index, placed in enumerate(outputs)}
+
+    def _route(self, op: Op, choices: Sequence[Choice], axis: int, placed: Placements) -> Route:
+        """The way of rows along an axis of the mesh."""
+        layout, count = self.stage.layout, self.analysis.factors.size(choices[axis].factor)
+        rows = []
+        for index in range(len(self.groups[axis])):
+            at = (*self.coordinates[:axis], index, *self.coordinates[axis + 1 :])
+            rows.append(layout.local_shape(op.operands[1], placed, at)[0])
+        return Route(
+            experts=unit_shares(count, layout.axes[axis]),
+            rows=tuple(rows),
+            index=self.coordinates[axis],
+            exchanged=placed[axis].kind == "S",
+        )
 
     def _spared_mask(self, op: Op) -> int | None:
         """The operand that is a mask known to attention by a flag."""
@@ -251,9 +370,9 @@ class Lowering:
             return self.read(value, want)
         return self._floating(value, want, MICRO_BATCH)
 
-    def _convert(self, value: Value, have: Placements, want: Placements) -> fx.Node:
+    def _convert(self, value: Value, have: Placements, want: Placements, emitter: Emitter | None = None) -> fx.Node:
         """Bridge from *have* to *want*, axis by axis; shards are gathered from the inside out."""
-        main = self.emitters[MICRO_BATCH]
+        main = emitter or self.emitters[MICRO_BATCH]
         node, current = main.env[(value, have)], have
         for axis, target in self._steps(have, want):
             after = (*current[:axis], target, *current[axis + 1 :])
@@ -427,7 +546,7 @@ class Lowering:
         bound = substitute(op, args)
         if None in args:
             bound["is_causal"] = op.node.meta["mask"] == "causal"
-        sharded = any(p.kind == "S" for placements in (*inputs, *outputs) for p in placements)
+        sharded = any(p.kind in "SE" for placements in (*inputs, *outputs) for p in placements)
         if sharded and rule.local is not None:
             layout, at = self.stage.layout, self.coordinates
             starts: tuple[int, ...] = ()
@@ -436,10 +555,12 @@ class Lowering:
                 self.depends_on_position |= outputs[0][0].kind == "S"
             shapes = LocalShapes(
                 tuple(layout.local_shape(v, p, at) for v, p in zip(op.operands, inputs, strict=True)),
-                tuple(layout.local_shape((op.node, i), p, at) for i, p in enumerate(outputs)),
+                tuple(_of_any_rows(layout.local_shape((op.node, i), p, at), p) for i, p in enumerate(outputs)),
                 starts,
             )
             bound = rule.local(op, bound, shapes)
+            if op.name == "aten.slice" and any(p.kind == "E" and p.dim == bound["dim"] for p in outputs[0]):
+                bound["end"] = sys.maxsize
         without_mask = None
         if bound.get("is_causal") and not any(choice.form == "ring" for choice in choices):
             bound, without_mask = self._causal_rows(emitter, op, bound, inputs)

@@ -21,13 +21,14 @@ from whale.graph.capture_checks import module_of, where
 from whale.graph.partition import Partition, TaskGraph, is_random
 from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolve, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
-from whale.ir.strategy import Along, RegionRole, divides_batch, shards_operators
+from whale.ir.strategy import Along, Experts, RegionRole, divides_batch, experts_of, shards_operators
 from whale.ir.virtual_device import VirtualDevice
 from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.bridge_prices import Prices
 from whale.strategies.cutting import cut_along
 from whale.strategies.layout import Layout, LayoutAxis, Placements, largest_part
 from whale.strategies.lowering import PlacedStage
+from whale.strategies.routes import ROUTED
 from whale.strategies.sequences import mirrored_cuts, ways_of_attention
 from whale.strategies.sharding import AxisProblem, solve_axis, solve_time
 
@@ -133,6 +134,8 @@ def place_stage(
             for layout_axis, placement in zip(layout.axes, _placed(chosen, stored, value), strict=False):
                 if placement.kind == "S" and (length := analysis.factors.size(placement.factor)):
                     nbytes *= largest_part(length, layout_axis)
+                elif placement.kind == "E":
+                    nbytes /= layout_axis.size
             return max(int(nbytes), 1)
 
         @cache
@@ -142,8 +145,12 @@ def place_stage(
 
         def units(node: fx.Node, factor: int) -> float:
             """Size of the largest shard, as earlier axes have cut it."""
+            if any(choice.factor == factor and choice.form == ROUTED for choice in chosen[node]):
+                return 0.0  # rows go to experts once
             return left_units(factor, tuple(choice.factor == factor for choice in chosen[node]))
 
+        experts = {n: way for n in nodes if (way := _way_of_experts(analysis, n, roles[n], axis)) is not None}
+        _check_experts(analysis, experts, mesh_axis.size)
         solution = solve_axis(
             analysis,
             AxisProblem(
@@ -158,6 +165,7 @@ def place_stage(
                 units=units,
                 prices=prices,
                 attention=ways_of_attention(nodes, analysis, roles, along, axis, mesh_axis.size),
+                experts=experts,
                 fixed={v: p[axis + 1] for v, p in problem.fixed.items()},
             ),
         )
@@ -215,6 +223,42 @@ def _check_heads(problem: StageProblem) -> None:
                 f"split over {parts} devices: the attention in {path}{where(node)} has {heads} heads, and a head is "
                 f"not cut; split it over {legal} (as in whale.split({heads})), and let replicate or stage use "
                 "the other devices"
+            )
+
+
+def _way_of_experts(analysis: Analysis, node: fx.Node, roles: Sequence[RegionRole], axis: int) -> Experts | None:
+    """How the devices along an axis share experts. Operators that other axes split would exchange rows between them, of
+    which only a step knows the number."""
+    way, others = (
+        experts_of(roles[axis]),
+        [role for i, role in enumerate(roles) if i != axis and shards_operators(role)],
+    )
+    if not others or all(choice.form != ROUTED for choice in analysis.choices[node]):
+        return way
+    if way == "whole":
+        raise InfeasibleError(
+            f"split(experts='whole') inside of or around another split: {module_of(node) or 'the model'}{where(node)} "
+            "would be split twice; use one split(n, experts='whole') with the product of their numbers, or "
+            "experts='cut' on both"
+        )
+    return "cut"
+
+
+def _check_experts(analysis: Analysis, experts: Mapping[fx.Node, Experts], size: int) -> None:
+    """Refuse whole experts where there are fewer than devices, or none that could be found."""
+    asked = [node for node, way in experts.items() if way == "whole"]
+    if asked and not any(c.form == ROUTED for choices in analysis.choices.values() for c in choices):
+        raise InfeasibleError(
+            f"split(experts='whole'): nothing in {module_of(asked[0]) or 'the model'}{where(asked[0])} is found that "
+            "sorts rows by expert and multiplies them with stacked matrices, one for each (a grouped product); leave "
+            "experts='whole' out, or let the model compute its experts so: "
+            "set_experts_implementation('grouped_mm') of models of Hugging Face"
+        )
+    for node, factor in [(n, c.factor) for n in asked for c in analysis.choices[n] if c.form == ROUTED]:
+        if (count := analysis.factors.size(factor)) < size:
+            raise InfeasibleError(
+                f"split(experts='whole') over {size} devices: {module_of(node) or 'the model'}{where(node)} has "
+                f"{count} experts; split it over {count} or fewer, or cut every expert with experts='cut'"
             )
 
 

@@ -24,7 +24,7 @@ from whale.graph.values import Value
 from whale.ir.profile import Affine, Amount, LayerKind, LayerVariant, ModelProfile, Skip
 from whale.ir.strategy import RECOMPUTES
 from whale.strategies.kind_costs import ROWS, Collectives, KindCosts, NoLaw
-from whale.strategies.layers import LayeredModel, default_dtype, layered, within
+from whale.strategies.layers import ExpertSplit, LayeredModel, default_dtype, layered, within
 from whale.strategies.regions import expert_modules
 
 __all__ = ["KnownLayers", "profile_model"]
@@ -278,11 +278,13 @@ def _in_multiples(
 def _expert_variants(
     costs_at: Mapping[int, KindCosts], modules: tuple[str, ...], *, sent: bool
 ) -> Iterator[LayerVariant]:
-    """A kind of layer at the expert degrees that are possible."""
+    """A kind of layer at the expert degrees that are possible, in each way to share experts that it has."""
     for degree, costs in costs_at.items():
-        with suppress(InfeasibleError, NoLaw):
-            costs.measure(degree, modules)
-            yield costs.variant(degree, modules, sent=sent)
+        for way in costs.ways_of_experts if modules else (None,):
+            split = ExpertSplit(modules, way)
+            with suppress(InfeasibleError, NoLaw):
+                costs.measure(degree, split)
+                yield costs.variant(degree, split, sent=sent)
 
 
 def _without(kind: LayerKind, refused: Mapping[int, str]) -> LayerKind:

@@ -25,9 +25,12 @@ from torch import fx
 
 from whale.graph.values import Value, needs_grad, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
+from whale.ir.strategy import Experts
+from whale.runtime.experts import from_experts, to_experts
 from whale.strategies.analysis import Analysis, Choice, contracted_terms
-from whale.strategies.bridge_prices import Prices, all_reduce_price, conversion_cost, ring_price
+from whale.strategies.bridge_prices import Prices, all_reduce_price, conversion_cost, exchange_price, ring_price
 from whale.strategies.forms import ASKED, COLLECTIVES
+from whale.strategies.routes import ROUTED
 from whale.strategies.sequences import Ways, allowed_ways, repetitions
 from whale.strategies.states import Canonical, Known, Priced, State, canonical, undominated, with_gradient
 
@@ -46,7 +49,8 @@ class AxisProblem:
 
     ``along`` is the axis factor along which each operator is to be cut (the batch, or a dim of the region; -1: none);
     None for operators whose matrices are split. ``units`` are the positions of a factor that the earlier axes have left
-    an operator. ``attention`` are operators along a sequence that may be cut otherwise.
+    an operator. ``attention`` are operators along a sequence that may be cut otherwise. ``experts`` says of operators
+    that compute rows at experts whether a rank has whole experts; of those that it does not have, the solver does.
     """
 
     nodes: Sequence[fx.Node]
@@ -60,6 +64,7 @@ class AxisProblem:
     units: Callable[[fx.Node, int], float]
     prices: Prices = field(default_factory=Prices)
     attention: Ways = field(default_factory=dict)
+    experts: Mapping[fx.Node, Experts] = field(default_factory=dict)
     fixed: Mapping[Value, Placement] = field(default_factory=dict)
 
 
@@ -85,12 +90,19 @@ def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[in
     whole = [_WHOLE] * bool(analysis.ops[node].operands)
     if factor is None:
         # a rank without rows would wait for the others, and messages are padded to the largest part
-        return [
+        usable = [
             i
             for i in fit
             if every[i].form not in ASKED
             and (every[i].factor < 0 or problem.units(node, every[i].factor) >= problem.size)
-        ] + whole
+        ]
+        routed = {i for i in usable if every[i].form == ROUTED}
+        match problem.experts.get(node):
+            case "whole" if routed:
+                return [i for i in usable if i in routed]
+            case "cut":
+                usable = [i for i in usable if i not in routed]
+        return usable + whole
     if node in problem.attention:
         heads = [i for i in fit if every[i].factor < 0 or problem.units(node, every[i].factor) >= problem.size]
         cut = allowed_ways(analysis, node, factor, problem.attention[node], heads)
@@ -207,6 +219,7 @@ class _Solver:
             if along is None or node in problem.attention
             else (),
             (problem.attention[node],) if node in problem.attention else (),
+            problem.experts.get(node) if any(c.form == ROUTED for c in choices_of) else None,
         )
         if key not in self.known.priced:
             place = {factor: i for i, factor in enumerate(form.factors)} | {-1: -1}
@@ -237,6 +250,8 @@ class _Solver:
         """
         if choice.form == "ring":
             return self._ring(node)
+        if choice.form == ROUTED:
+            return self._exchange(node, choice)
         cost = COLLECTIVES.get(choice.form, 0) * self.problem.prices.latency
         if choice.form == "halo":
             cost += 2 * self._halo_bytes(node, choice.inputs[0].dim)
@@ -245,6 +260,15 @@ class _Solver:
             kept = [i for i, p in enumerate(choice.outputs) if p == PARTIAL]
             cost += sum(self.problem.local_bytes((node, i)) for i in kept) * self.problem.prices.byte_touched
         return cost
+
+    def _exchange(self, node: fx.Node, choice: Choice) -> float:
+        """Price of the way of rows to their experts, or back, if they are exchanged."""
+        operands, problem = self.analysis.ops[node].operands, self.problem
+        if node.target is to_experts and operands[0] == operands[1]:  # the host waits for the numbers of rows
+            return problem.prices.latency
+        if node.target not in (to_experts, from_experts) or all(p.kind != "S" for p in choice.inputs):
+            return 0.0
+        return exchange_price(problem.local_bytes(operands[0]), problem.size, needs_grad((node, 0)), problem.prices)
 
     def _ring(self, node: fx.Node) -> float:
         """Price of an attention as a ring."""

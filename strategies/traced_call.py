@@ -27,7 +27,6 @@ from whale.runtime.collectives import Bridge
 from whale.runtime.local_program import LocalCode
 from whale.runtime.random import SeededCall
 from whale.runtime.recording import recorded, recording
-from whale.strategies.fused import FusedCall
 
 __all__ = [
     "Call",
@@ -212,7 +211,7 @@ def traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | N
         call = Call(Bridge(call.module.conversion), call.args, call.kwargs)
     if call.target in by_target:  # a script's own backward may do anything, such as print
         return None
-    if isinstance(call.module, FusedCall) and call.module.is_opaque:
+    if getattr(call.module, "is_opaque", False):
         return None
     primals = [Kind.of(x).fake() for x in tensors]
     tangents = [Kind.of(x).fake() for x in gradients if x is not None]

@@ -4,7 +4,9 @@ A mixture of experts sorts its rows by expert, computes on the sorted rows, and 
 position depends on all other rows, so no rank could compute on its own. But the sorted rows are computed row by row. So
 the same operators are applied to the unsorted rows, and products with the experts' matrices become
 :func:`~whale.runtime.experts.grouped_product`, which sorts internally. The axis rules of the operators in between are
-the proof; if one of them is not row by row, the graph is not changed.
+the proof; if one of them is not row by row, the graph is not changed. Where rows entered the order and left it, they
+now go to their experts and come back, which ranks that have whole experts take at its word
+(`whale.strategies.routes`).
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from torch import fx
 
 from whale.graph.canonical import drop_dead, emit
 from whale.graph.nodes import node_copy
-from whale.graph.values import output_shapes
-from whale.runtime.experts import grouped_product
+from whale.runtime.experts import from_experts, grouped_product, to_experts
+from whale.strategies.routes import rows_after
 from whale.strategies.rules import rule_of
 from whale.strategies.rules.registry import Op, target_name
 
@@ -56,6 +58,8 @@ class _Sorted:
         self.kind: dict[fx.Node, str] = {sort: "sort"}
         self.repeats: dict[fx.Node, int] = {}
         self.plain: dict[fx.Node, fx.Node] = {}
+        self.own: fx.Node | None = None
+        self.returned: dict[fx.Node, fx.Node] = {}
 
     def rewrite(self) -> bool:
         nodes = list(self.graph.nodes)
@@ -170,42 +174,50 @@ class _Sorted:
         rows = {i: self.dims[n][which] for i, (n, which) in enumerate(op.operands) if n in self.dims}
         if -1 in rows.values():  # the order itself
             return ""
-        for axis in rule.axes:
-            if not axis.blocked and not axis.form and axis.factor is None and axis.inputs == rows:
-                if not axis.outputs:
-                    return "left"
-                if len(axis.outputs) < len(op.outputs):  # a statistic of all rows beside the rows
-                    return ""
-                self.dims[node] = tuple(axis.outputs[i] for i in range(len(op.outputs)))
-                return "row by row"
-        if rule.views and list(rows) == [0]:
-            kept = rows[0] + 1
-            if op.shape(0)[:kept] == output_shapes(node)[0][:kept]:
-                self.dims[node] = (rows[0],)
-                return "row by row"
-        return ""
+        found = rows_after(op, rule, rows)
+        if found is None:
+            return ""
+        if not found:
+            return "left"
+        self.dims[node] = found
+        return "row by row"
 
     def _write(self, node: fx.Node, kind: str) -> None:
         """Write a node's counterpart for rows in their own order."""
         args: Any = node.args
         with self.graph.inserting_before(node):
             if kind == "rows":
-                self.plain[node] = self.choice
+                self.plain[node] = self._chosen(node)
             elif kind == "taken":
-                self.plain[node] = args[0]
+                self.plain[node] = emit(self.graph, node, to_experts, args[0], self.choice)
             elif kind == "taken repeatedly":
                 length, *rest = args[0].meta["val"].shape
                 times = self.repeats[args[1][0]]
                 row = emit(self.graph, node, aten.reshape.default, args[0], [length, 1, *rest])
                 rows = emit(self.graph, node, aten.expand.default, row, [length, times, *rest])
-                self.plain[node] = emit(self.graph, node, aten.reshape.default, rows, [self.rows, *rest])
+                rows = emit(self.graph, node, aten.reshape.default, rows, [self.rows, *rest])
+                self.plain[node] = emit(self.graph, node, to_experts, rows, self.choice)
             elif kind == "product":
                 x = self.plain[args[0]]
-                self.plain[node] = emit(self.graph, node, grouped_product, x, args[1], self.choice, node.target)
+                self.plain[node] = emit(self.graph, node, grouped_product, x, args[1], self._chosen(node), node.target)
             elif kind == "row by row":
                 self.plain[node] = node_copy(self.graph, node, lambda n: self.plain.get(n, n))
             elif kind == "left" and node.target is aten.index.Tensor and self._is(args[1][0], "inverse"):
-                node.replace_all_uses_with(self.plain[args[0]])
+                node.replace_all_uses_with(self._left(node, args[0]))
             elif kind == "left":
-                node.args = fx.map_arg(node.args, lambda n: self.plain.get(n, n))
-                node.kwargs = fx.map_arg(node.kwargs, lambda n: self.plain.get(n, n))
+                node.args = fx.map_arg(node.args, lambda n: self._left(node, n))
+                node.kwargs = fx.map_arg(node.kwargs, lambda n: self._left(node, n))
+
+    def _chosen(self, node: fx.Node) -> fx.Node:
+        """The choice of each row, where the rows are."""
+        if self.own is None:
+            self.own = emit(self.graph, node, to_experts, self.choice, self.choice)
+        return self.own
+
+    def _left(self, node: fx.Node, source: fx.Node) -> fx.Node:
+        """The value that a node outside of the order reads in place of a source."""
+        if source not in self.plain:
+            return source
+        if source not in self.returned:
+            self.returned[source] = emit(self.graph, node, from_experts, self.plain[source], self.choice)
+        return self.returned[source]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from whale.graph.row_wise import operator_of, row_wise
-from whale.runtime.experts import grouped_product
+from whale.runtime.experts import from_experts, grouped_product, to_experts
 
 aten = torch.ops.aten
 _count = 0
@@ -262,6 +262,8 @@ def _matmul() -> Iterator[Sample]:
         grouped_product, x(8, 6), x(4, 6, 5), ints(4, 8), kernel,
         offers=("S(0),R*,S(0)->S(0)", "S(1),S(1),R*->P", "R*,S(2),R*->S(1)"),
     )  # fmt: skip
+    for function in (to_experts, from_experts):
+        yield S(function, x(8, 6), ints(4, 8), offers=("S(0),S(0)->S(0)", "S(1),R*->S(1)", "P,R*->P"))
     yield S(aten.bilinear.default, x(4, 6), x(4, 5), x(3, 6, 5), x(3), offers=("S(0),S(0),R*,R*->S(0)",))
     yield S(aten.bilinear.default, x(4, 6), x(4, 5), x(3, 6, 5), offers=("R*,R*,S(0)->S(1)", "S(1),R*,S(1)->P"))
     yield S(aten.einsum.default, "bhqd,bhkd->bhqk", [x(4, 3, 5, 2), x(4, 3, 6, 2)], offers=("S(0),S(0)->S(0)",))

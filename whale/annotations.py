@@ -27,6 +27,7 @@ from whale.ir.state import Align
 from whale.ir.strategy import (
     Attention,
     DeviceSelection,
+    Experts,
     Recompute,
     Reduce,
     Scope,
@@ -127,7 +128,11 @@ def replicate(
 
 @known_arguments(AnnotationError)
 def split(
-    n: int | None = None, *, dim: int | None = None, attention: Literal["auto"] | Attention = "auto"
+    n: int | None = None,
+    *,
+    dim: int | None = None,
+    attention: Literal["auto"] | Attention = "auto",
+    experts: Literal["auto"] | Experts = "auto",
 ) -> Annotation:
     """Tensor or spatial parallelism: the operators of the region are split over *n* devices; None takes the remaining
     devices.
@@ -145,11 +150,19 @@ def split(
       are no more devices than heads, or groups of heads with one key;
     * ``"auto"``: the one that moves least.
 
-    >>> print(split(4), split(2, dim=1), split(2, dim=1, attention="ring"))
-    split(4) split(2, dim=1) split(2, dim=1, attention='ring')
+    *experts* says how devices share the experts of a mixture whose rows are sorted by expert and multiplied with
+    stacked matrices, as those of Hugging Face are:
+
+    * ``"whole"``: each device has whole experts, as many as its speed and memory allow; rows go to the experts that
+      they chose and come back, and none is dropped (expert parallelism);
+    * ``"cut"``: each device has a part of the hidden units of every expert, and computes all rows;
+    * ``"auto"``: the one that moves least.
+
+    >>> print(split(4), split(2, dim=1), split(2, dim=1, attention="ring"), split(experts="whole"))
+    split(4) split(2, dim=1) split(2, dim=1, attention='ring') split(experts='whole')
     """
-    way = None if attention == "auto" else attention
-    return Annotation(strategy=Strategy(kind="split", degree=n, dim=dim, attention=way))
+    way, shared = (None if given == "auto" else given for given in (attention, experts))
+    return Annotation(strategy=Strategy(kind="split", degree=n, dim=dim, attention=way, experts=shared))  # type: ignore[arg-type]
 
 
 @known_arguments(AnnotationError)

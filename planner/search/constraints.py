@@ -65,7 +65,11 @@ def fixed_by(scopes: Mapping[str, ScopePath], paths: Sequence[str], experts: Seq
             nest = " > ".join(map(str, told[own[0]]))
             degrees.append(Degrees(first=own[0], last=own[-1] + 1, data=data, tensor=tensor, expert=expert, told=nest))
     starts = tuple(first for first, _ in uncut[1:])  # what comes before the first stage may join it
-    return Fixed(starts=starts, uncut=tuple(uncut), degrees=tuple(degrees))
+    told_ways = {scope.strategy.experts for nest in scopes.values() for scope in nest} - {None}
+    if len(told_ways) > 1:
+        raise UsageError("split(experts='whole') and split(experts='cut'): the search shares all experts in one way")
+    way = next(iter(told_ways), None)
+    return Fixed(starts=starts, uncut=tuple(uncut), degrees=tuple(degrees), experts=way)
 
 
 def _around(path: str, scopes: Mapping[str, ScopePath]) -> ScopePath:
@@ -171,4 +175,5 @@ def is_kept(strategy: Strategy, told: Sequence[Strategy]) -> bool:
         return True
     same = (one for one in told if (one.kind, one.dim) == (strategy.kind, strategy.dim))
     kept = [one for one in same if strategy.attention in (None, one.attention)]
+    kept = [one for one in kept if strategy.experts in (None, one.experts)]
     return any(strategy.degree in (None, one.degree) for one in kept)

@@ -11,7 +11,7 @@ from typing import Literal
 from whale.errors import UsageError
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.state import LEVELS, Align
-from whale.ir.strategy import OFFLOADS, RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
+from whale.ir.strategy import OFFLOADS, RECOMPUTES, REDUCES, STATE_ON_HOST, Experts, Offload, Recompute, Reduce
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -163,11 +163,13 @@ class Fixed:
         starts: layers that begin a stage, beside the first of the chain.
         uncut: ranges of layers [first, last) that no cut goes through.
         degrees: of ranges of layers.
+        experts: how devices share the experts of a mixture.
     """
 
     starts: tuple[int, ...] = ()
     uncut: tuple[tuple[int, int], ...] = ()
     degrees: tuple[Degrees, ...] = ()
+    experts: Experts | None = None
 
     def check(self, num_layers: int) -> None:
         """Refuse what contradicts itself or names layers that do not exist.

@@ -114,6 +114,7 @@ def annotations_of(
     places: Iterable[tuple[str, int]],
     experts: Sequence[Sequence[str]] = (),
     cut_dim: int = 1,
+    ways: Mapping[int, str] | None = None,
 ) -> dict[str, tuple[str, ...]]:
     """The annotations with which a model without any becomes these stages.
 
@@ -123,6 +124,7 @@ def annotations_of(
         places: for what the model computes, the path of the module and the stage.
         experts: of each layer, the modules of its experts.
         cut_dim: the dim of the batch that context degrees cut.
+        ways: how devices share experts at an expert degree, where there are several ways.
 
     Raises:
         UsageError: a stage begins with no module, or with one that another stage needs too.
@@ -135,7 +137,11 @@ def annotations_of(
     >>> annotations_of(two, ["embed", "layers.2"], places)
     {'embed': ('stage(1)',), 'layers.2': ('stage(2)', 'split(2)'), 'head': ('split(2)',), 'layers.3': ('split(2)',)}
     """
-    of_experts = {path: _nest_of_experts(one) for one in stages for path in _experts_of(one, experts)}
+    of_experts = {
+        path: _nest_of_experts(one, (ways or {}).get(one.expert))
+        for one in stages
+        for path in _experts_of(one, experts)
+    }
     if len(stages) == 1:
         nest = _nest(stages[0], cut_dim)
         return ({"": nest} if nest else {}) | _folded(of_experts)
@@ -158,9 +164,9 @@ def _experts_of(stage: StageChoice, experts: Sequence[Sequence[str]]) -> list[st
     return [path for layer in experts[stage.first : stage.last] for path in layer] if stage.expert > 1 else []
 
 
-def _nest_of_experts(stage: StageChoice) -> tuple[str, ...]:
+def _nest_of_experts(stage: StageChoice, way: str | None) -> tuple[str, ...]:
     data = (f"replicate({stage.data})",) if stage.data > 1 else ()
-    return (*data, f"split({stage.expert})")
+    return (*data, f"split({stage.expert})" if way is None else f"split({stage.expert}, experts={way!r})")
 
 
 def _nest(stage: StageChoice, cut_dim: int) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whale.strategies.rules.registry import Op, OpAxis, Rule, notation, register
+from whale.strategies.rules.registry import Op, OpAxis, Rule, notation, register, same_axes
 
 notation("* i, o i, +o? -> * o", "aten.linear")
 notation("m k, k n -> m n", "aten.mm")
@@ -12,6 +12,14 @@ notation("m k, k -> m", "aten.mv")
 notation("m, n -> m n", "aten.outer", "aten.ger")
 notation("* i, * j, o i j, +o? -> * o", "aten.bilinear")
 notation("n k, e! k m, n -> n m", "whale.runtime.experts.grouped_product")
+
+
+@register("whale.runtime.experts.to_experts", "whale.runtime.experts.from_experts")
+def _to_and_from_experts(op: Op) -> Rule:
+    """``n *, n -> n *``; rows that are terms of a sum stay terms."""
+    rows, *others = same_axes(op, 0)
+    rows.inputs[1] = 0
+    return Rule(axes=[rows, *others], linear=[frozenset({0})])
 
 
 @register("aten.einsum")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import whale
 from tests.distributed.harness import Ranks
-from whale.graph.capture import _Loss, batch_leaves, capture
+from whale.graph.capture import Captured, _Loss, batch_leaves, capture
 from whale.ir.cluster import Cluster, DeviceType
 from whale.runtime.launch import World
 
@@ -135,20 +135,25 @@ def local_step(model: nn.Module, batch: Any, setup: Setup) -> tuple[Tensor, dict
     model = copy.deepcopy(model)
     leaves = {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch_leaves(batch).items()}
     if setup.promote:
-        captured = capture(model, batch, promote=True)
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
-        names = {**captured.parameters, **captured.buffers, **{n: n for n in captured.constants}}
-        placeholders = [n.name for n in captured.graph.nodes if n.op == "placeholder"]
-        read = [
-            leaves[captured.inputs[n]] if n in captured.inputs else tensors[names[n]] if n in names else None
-            for n in placeholders
-        ]
-        loss = captured.module(*read)[0]
+        loss = run_captured(capture(model, batch, promote=True), model, leaves)
     else:
         loss = _Loss(model, list(leaves), setup.loss_fn)(*leaves.values())
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), gradients, dict(model.named_buffers())
+
+
+def run_captured(captured: Captured, model: nn.Module, leaves: Mapping[str, Any]) -> Tensor:
+    """The loss of a captured graph with the tensors of a model."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
+    names = {**captured.parameters, **captured.buffers, **{n: n for n in captured.constants}}
+    placeholders = [n.name for n in captured.graph.nodes if n.op == "placeholder"]
+    read = [
+        leaves[captured.inputs[n]] if n in captured.inputs else tensors[names[n]] if n in names else None
+        for n in placeholders
+    ]
+    loss: Tensor = captured.module(*read)[0]
+    return loss
 
 
 def compare(world: World, build: Build, setup: Setup) -> Difference:

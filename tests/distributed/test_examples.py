@@ -73,6 +73,14 @@ def test_a_run_goes_on_after_a_rank_was_killed() -> None:
     assert "curves after the load, and under another plan: equal to 1e-9" in text
 
 
+def test_experts_are_whole_on_ranks_and_cut_over_them_with_the_same_losses() -> None:
+    text = run(3, "whole_experts.py", "--model", "qwen3_moe", "--steps", "2")
+    held = [re.search(rf"experts whole: rank {rank} of 3 has \((\d)", text) for rank in range(3)]
+    assert [found and int(found[1]) for found in held] == [3, 3, 2]
+    assert text.count("apart by at most") == 2
+    assert len((EXAMPLES / "whole_experts.py").read_text().splitlines()) <= 60
+
+
 def test_less_is_kept_with_the_same_losses() -> None:
     text = run(2, "low_memory.py")
     assert "recompute: losses equal; zero: equal to 1e-6; bfloat16: near float32" in text

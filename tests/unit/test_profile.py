@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -374,9 +375,10 @@ def test_costs_of_split_experts_do_not_depend_on_the_rows_of_the_captured_batch(
     loaded = load_model("examples/models/moe.py:moe", sizes, batch_size=batch_size, device="meta")
     captured = CandidateCompiler(loaded.model, loaded.batch, name="moe").captured
     profile = profile_model(loaded.model, loaded.batch, expert_degrees=(4,), name="moe", captured=captured)
-    (split,) = next(kind for kind in profile.kinds if kind.expert_variants).expert_variants
-    whole = next(kind for kind in profile.kinds if kind.expert_variants).variants[0]
-    for rows in (4, 16, 64):  # and a few rows of experts that are not full
+    kind = next(kind for kind in profile.kinds if kind.expert_variants)
+    whole = kind.variants[0]
+    assert [split.experts for split in kind.expert_variants] == ["whole", "cut"]
+    for split, rows in product(kind.expert_variants, (4, 16, 64)):  # and a few rows of experts that are not full
         assert products_flops(split, rows) == pytest.approx(products_flops(whole, rows), rel=0.05)
 
 

@@ -4,6 +4,7 @@ the compiled plan says, and it finds them where they are better."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import prod
@@ -90,7 +91,9 @@ def test_a_profile_says_what_layers_cost_whose_experts_are_split(name: str) -> N
     assert profile.experts == ((), (f"layers.0.{EXPERTS[name]}",), (f"layers.1.{EXPERTS[name]}",), ())
     (kind,) = [kind for kind in profile.kinds if kind.expert_variants]
     whole = kind.variants[0]
-    assert [(one.tensor_degree, one.expert_degree) for one in kind.expert_variants] == [(1, 2), (1, 4)]
+    ways = (None,) if name == "gshard" else ("whole", "cut")  # of experts that stay in place, and of sorted rows
+    found = [(one.tensor_degree, one.expert_degree, one.experts) for one in kind.expert_variants]
+    assert found == [(1, degree, way) for degree in (2, 4) for way in ways]
     for split in kind.expert_variants:
         in_parts = split.expert_parameters * split.expert_degree
         assert split.parameters - split.expert_parameters + in_parts == whole.parameters
@@ -98,7 +101,9 @@ def test_a_profile_says_what_layers_cost_whose_experts_are_split(name: str) -> N
         for given in (split.forward_communications, split.backward_communications):
             assert given and all(one.group == "expert" for one in given)
     products = [sum(kernel.flops(4) for kernel in one.forward) for one in (whole, *kind.expert_variants)]
-    assert products == pytest.approx([products[0]] * 3, rel=0.05)  # its own rows, and as many of its experts
+    assert products == pytest.approx(
+        [products[0]] * len(products), rel=0.05
+    )  # its own rows, and as many of its experts
 
 
 def test_tokens_go_to_the_experts_and_back() -> None:
@@ -162,6 +167,27 @@ def test_the_search_says_what_the_compiled_plan_says(name: str, layout: str, clu
     for device in candidate.prediction.memory:
         wanted = held(by_rank[device.rank])
         assert 0.95 <= (held(device) + BATCH * profile.row_bytes) / wanted <= 1.1
+
+
+def test_experts_are_shared_in_the_way_that_takes_less_time() -> None:
+    profile = profiled("moe")
+    slow = Cluster.homogeneous(4, A100, intra=Link(bandwidth=1e9, latency=1e-5))
+    settings = SearchSettings(
+        fixed=Fixed(degrees=(Degrees(first=0, last=len(profile.layers), data=1, tensor=1, expert=4),)), top=1
+    )
+    found = search_plans(profile, slow, batch=BATCH, settings=settings)
+    shared = next(one for one in found.shared if one.degree == 4)
+    way = shared.way
+    assert shared.seconds[way] == min(shared.seconds.values())
+    assert found.best.plan.annotations["layers.[0-1].feed_forward"] == (f"split(4, experts='{way}')",)
+    assert "rows go to whole experts in" in str(shared)
+    assert "each device has a part of every expert in" in str(shared)
+    other: Any = "cut" if way == "whole" else "whole"
+    told = search_plans(
+        profile, slow, batch=BATCH, settings=replace(settings, fixed=replace(settings.fixed or Fixed(), experts=other))
+    )
+    assert told.best.plan.annotations["layers.[0-1].feed_forward"] == (f"split(4, experts='{other}')",)
+    assert told.best.prediction.step_seconds > found.best.prediction.step_seconds
 
 
 # --- as annotations ---------------------------------------------------------------------------------------------------
@@ -268,7 +294,7 @@ def test_a_batch_that_has_rows_for_some_of_the_traces_only_is_captured_again() -
     few = load_model("examples/models/moe.py:moe", SIZES["moe"] | {"batch_size": 13}, device="meta")
     captured = CandidateCompiler(few.model, few.batch, name="moe").captured
     made = profile_model(few.model, few.batch, tensor_degrees=(1,), expert_degrees=(4,), captured=captured)
-    assert [[one.expert_degree for one in kind.expert_variants] for kind in made.kinds] == [[], [4], []]
+    assert [[one.expert_degree for one in kind.expert_variants] for kind in made.kinds] == [[], [4, 4], []]
 
 
 def test_the_last_devices_of_an_expert_group_compute_a_row_fewer() -> None:

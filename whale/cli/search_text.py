@@ -33,6 +33,7 @@ def as_text(searched: Searched, cluster: Cluster, path: Path | None) -> str:
         _choices(searched, cluster),
         _bound(searched),
         _left_out(searched),
+        _experts(searched),
         _cuts(best.candidate),
         _idle(best.candidate, cluster),
         "\n".join(
@@ -102,6 +103,12 @@ def _bound(searched: Searched) -> str:
 def _left_out(searched: Searched) -> str:
     rows = [[one.family, one.reason, str(one.count)] for one in searched.found.dropped]
     return text_table("left out", ["plans with", "because", "number"], rows) if rows else ""
+
+
+def _experts(searched: Searched) -> str:
+    """How the devices of the best plan share experts, and why."""
+    degrees = {stage.expert for stage in searched.best.candidate.stages}
+    return "\n".join(f"experts {one}" for one in searched.shared if one.degree in degrees)
 
 
 def in_short(candidate: Candidate, cluster: Cluster) -> str:

@@ -17,6 +17,7 @@ from whale.ir.profile import ModelProfile
 from whale.ir.strategy import Reduce
 from whale.ir.units import bytes_text
 from whale.ir.workload import Prediction, Workload
+from whale.planner.cost.experts import first_ways
 from whale.planner.schedules.orders import FITTED
 from whale.planner.search import Candidate, StageChoice
 from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
@@ -156,7 +157,7 @@ class PlanWriter:
 
     def _annotations(self, stages: Sequence[StageChoice]) -> Mapping[str, tuple[str, ...]]:
         paths = self.profile.paths
-        more = self.profile.experts, self.profile.cut_dim
+        more = self.profile.experts, self.profile.cut_dim, first_ways(self.profile)
         if not any(paths):
             return {}
         anchors = [paths[stage.first] for stage in stages]

@@ -28,6 +28,7 @@ from whale.ir.units import time_text
 from whale.ir.workload import Prediction
 from whale.planner.advice import advised
 from whale.planner.balance.by_speed import pipeline_by_speed
+from whale.planner.cost.experts import Shared, shared_experts, with_experts
 from whale.planner.cost.precision import own_precision
 from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
@@ -64,11 +65,13 @@ class Searched:
         choices: runnable plans, best first; at least one. Compiled ones precede others.
         refused: candidates that do not compile or fit.
         found: the result of the search, with its bound and excluded plans.
+        shared: for each expert degree how devices share experts, and what the other way would take.
     """
 
     choices: tuple[Choice, ...]
     refused: tuple[Choice, ...]
     found: Found
+    shared: tuple[Shared, ...] = ()
 
     @property
     def best(self) -> Choice:
@@ -128,17 +131,27 @@ def search_plans(
     settings.check(batch)
     settings = settings_for(settings, trial)
     known = known or Memo()
+    shared: list[Shared] = []
+
+    def with_one_way(given: ModelProfile) -> ModelProfile:
+        """The profile with the way to share experts that is faster at each degree."""
+        prices = CostModel.of(given, cluster, precision=settings.precision, optimizer=settings.optimizer)
+        fixed = settings.fixed.experts if settings.fixed is not None else None
+        shared[:] = shared_experts(prices, max(1, batch // len(cluster.devices)), fixed)
+        return with_experts(given, shared)
+
+    profile = with_one_way(profile)
 
     def ruled() -> ModelProfile:
         nonlocal profile
         if with_rules is not None:
-            profile = with_rules(profile)
+            profile = with_one_way(with_rules(profile))
         return profile
 
     def cut() -> ModelProfile:
         nonlocal profile
         assert with_cuts is not None
-        profile = with_cuts(profile)
+        profile = with_one_way(with_cuts(profile))
         return profile
 
     more: dict[str, Any] = {"with_rules": ruled, "with_cuts": None if with_cuts is None else cut}
@@ -149,7 +162,12 @@ def search_plans(
         writer = PlanWriter(
             profile, cluster, batch, None, settings.gradient_dtype, settings.step_in_backward, settings.reduce
         )
-        return Searched(choices=tuple(writer.written(one) for one in found.candidates), refused=(), found=found)
+        return Searched(
+            choices=tuple(writer.written(one) for one in found.candidates),
+            refused=(),
+            found=found,
+            shared=tuple(shared),
+        )
     fitting: list[float] = []
 
     def told(now: Progress) -> None:
@@ -201,6 +219,7 @@ def search_plans(
         choices=_shown(_ranked(tried.choices), settings.top),
         refused=tuple(tried.refused),
         found=replace(found, candidates=found.candidates[: settings.top]),
+        shared=tuple(shared),
     )
 
 

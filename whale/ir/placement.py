@@ -9,11 +9,14 @@ placement              value               gradient
 ``REPLICATE_PARTIAL``  whole on each rank  a term of a sum
 ``Shard``              a part              a part
 ``PARTIAL``            a term of a sum     whole on each rank
+``at_experts``         chosen rows         chosen rows
 =====================  ==================  ==================
 
 ``REPLICATE_PARTIAL`` is the placement of a replicated value, with partial gradient, that each rank uses for another
-part of the work: Megatron's *f* operator, and the gradient all-reduce of data parallelism, are its bridge. This module
-knows sizes and positions only: no torch, no process groups, no graph.
+part of the work: Megatron's *f* operator, and the gradient all-reduce of data parallelism, are its bridge. Rows
+``at_experts`` are on the ranks that have the experts which they chose; only a step knows how many. No bridge leads
+there or back, because it needs the choice: operators do, which have it. This module knows sizes and positions only: no
+torch, no process groups, no graph.
 """
 
 from __future__ import annotations
@@ -27,29 +30,29 @@ from typing import Literal, NamedTuple
 class Placement(NamedTuple):
     """Placement of a tensor on one mesh axis. Use the constants, or :func:`shard`.
 
-    ``dim`` and ``factor`` are set for shards only: the sharded tensor dim and the axis factor (see ``strategies.axes``)
-    along which it is cut.
+    ``dim`` and ``factor`` are set for shards and rows at experts only: the tensor dim, and the axis factor (see
+    ``strategies.axes``) along which it is cut.
     """
 
-    kind: Literal["R", "R*", "S", "P"]
+    kind: Literal["R", "R*", "S", "P", "E"]
     dim: int = -1
     factor: int = -1
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.kind == "S" else self.kind
+        return f"{self.kind}({self.dim})" if self.kind in "SE" else self.kind
 
     @property
-    def gradient(self) -> Literal["R", "S", "P"]:
+    def gradient(self) -> Literal["R", "S", "P", "E"]:
         """The kind of the gradient in this placement."""
         return _GRADIENT[self.kind]
 
     @property
-    def value(self) -> Literal["R", "S", "P"]:
+    def value(self) -> Literal["R", "S", "P", "E"]:
         """The kind of the value in this placement."""
         return "R" if self.kind == "R*" else self.kind
 
 
-_GRADIENT: dict[str, Literal["R", "S", "P"]] = {"R": "R", "R*": "P", "S": "S", "P": "R"}
+_GRADIENT: dict[str, Literal["R", "S", "P", "E"]] = {"R": "R", "R*": "P", "S": "S", "P": "R", "E": "E"}
 
 REPLICATE = Placement("R")
 REPLICATE_PARTIAL = Placement("R*")
@@ -59,6 +62,12 @@ PARTIAL = Placement("P")
 def shard(dim: int, factor: int) -> Placement:
     """A tensor sharded along axis factor *factor* of its dim *dim*."""
     return Placement("S", dim, factor)
+
+
+def at_experts(dim: int, factor: int) -> Placement:
+    """A tensor whose rows, in its dim *dim*, are each on the rank of the expert that they chose. They come from ranks
+    that cut them along axis factor *factor*; -1: that have them all."""
+    return Placement("E", dim, factor)
 
 
 @dataclass(frozen=True)

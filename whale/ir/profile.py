@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from whale.ir.cluster import DTYPES
 from whale.ir.json_text import format_json
 from whale.ir.record import FileRecord, Record
-from whale.ir.strategy import Recompute
+from whale.ir.strategy import Experts, Recompute
 
 __all__ = [
     "CAST_OF_PARAMETER",
@@ -168,6 +168,7 @@ class LayerVariant(Record):
         tensor_degree: devices over which its matrices are split.
         expert_degree: devices over which only its experts are split, while each runs all else on its own rows of a
             micro-batch: those of which amounts are a function then.
+        experts: how these devices share them: ``whole`` experts, or each ``cut``; None where there is one way.
         context_degree: devices over which each row is cut along a dim, such as the length of a sequence.
         forward, backward: kernels in execution order; none if only totals were measured.
         forward_communications, backward_communications: in their order.
@@ -190,6 +191,7 @@ class LayerVariant(Record):
 
     tensor_degree: Annotated[int, Field(ge=1)]
     expert_degree: Annotated[int, Field(ge=1)] = 1
+    experts: Experts | None = None
     context_degree: Annotated[int, Field(ge=1)] = 1
     forward: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()

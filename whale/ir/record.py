@@ -66,7 +66,8 @@ def read_record(record: type[RecordT], document: Document) -> RecordT:
         (finding, _place(finding, document))
         for finding, at in zip(findings, places, strict=True)
         # a list is too short, too, if its entries are wrong
-        if finding["type"] != "too_short" or not any(len(at) < len(other) and other[: len(at)] == at for other in places)
+        if finding["type"] != "too_short"
+        or not any(len(at) < len(other) and other[: len(at)] == at for other in places)
     ]
     placed.sort(key=lambda found: (found[0]["type"] != "extra_forbidden", document.line_of(found[1]) or 0))
     first, place = placed[0]

@@ -20,6 +20,9 @@ __all__ = [
     "ACTIVATIONS_ON_HOST",
     "ATTENTIONS",
     "Along",
+    "EXPERTS",
+    "Experts",
+    "ExpertsRole",
     "Attention",
     "DeviceSelection",
     "Kind",
@@ -44,6 +47,7 @@ __all__ = [
     "decode_scopes",
     "divides_batch",
     "encode_scopes",
+    "experts_of",
     "offload_of",
     "parse_strategy",
     "region_of",
@@ -109,6 +113,12 @@ pass them on from one to the next (ring attention, Liu et al. 2023); or each tak
 (DeepSpeed-Ulysses, Jacobs et al. 2023)."""
 
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+
+Experts = Literal["whole", "cut"]
+"""How devices that split a mixture of experts share it: each has whole experts, to which rows go; or each a part of
+every expert."""
+
+EXPERTS: tuple[Experts, ...] = get_args(Experts)
 
 MAX_DIMS = 64
 """Largest number of dims of a tensor in PyTorch."""
@@ -176,7 +186,14 @@ class Along:
     attention: Attention | None = None
 
 
-RegionRole = Role | Along
+@dataclass(frozen=True, kw_only=True)
+class ExpertsRole:
+    """Role of a region whose operators are split, and its experts in this way: ``split(n, experts=...)``."""
+
+    experts: Experts
+
+
+RegionRole = Role | Along | ExpertsRole
 """Role of a region along a mesh axis; that of a split without a dim splits operators as their matrices are stored."""
 
 
@@ -187,7 +204,12 @@ def divides_batch(role: RegionRole) -> bool:
 
 def shards_operators(role: RegionRole) -> bool:
     """Whether the devices along an axis compute operators together, each with its shard of the matrices."""
-    return role == SHARDS
+    return role == SHARDS or isinstance(role, ExpertsRole)
+
+
+def experts_of(role: RegionRole) -> Experts | None:
+    """How the devices along an axis share experts; None: as is cheapest."""
+    return role.experts if isinstance(role, ExpertsRole) else None
 
 
 def role_of_axis(roles: Iterable[RegionRole]) -> Role:
@@ -210,6 +232,7 @@ class Strategy:
             are split.
         attention: only for ``split`` with a dim: how attentions are computed whose rows are cut so; None: as is
             cheapest.
+        experts: only for ``split`` without a dim: how devices share the experts of a mixture; None: as is cheapest.
         devices: only for ``cluster``.
         recompute: only for ``stage``: what its backward computes again; None: as is said for the whole model.
         state: only for ``stage`` and ``replicate``: how replicas divide the state of their stage; None: as is said for
@@ -229,6 +252,7 @@ class Strategy:
     degree: int | None = None
     dim: int | None = None
     attention: Attention | None = None
+    experts: Experts | None = None
     devices: DeviceSelection | None = None
     recompute: Recompute | None = None
     state: StateSharding | None = None
@@ -263,6 +287,15 @@ class Strategy:
             if self.attention not in ATTENTIONS:
                 raise AnnotationError(
                     f"split(attention={self.attention!r}): unknown way; use 'auto', {', '.join(map(repr, ATTENTIONS))}"
+                )
+        if self.experts is not None:
+            if self.kind != "split" or self.dim is not None:
+                raise AnnotationError(
+                    f"{self.kind}(experts={self.experts!r}): only split(n) without a dim splits experts; say it there"
+                )
+            if self.experts not in EXPERTS:
+                raise AnnotationError(
+                    f"split(experts={self.experts!r}): unknown way; use 'auto', {', '.join(map(repr, EXPERTS))}"
                 )
         if self.recompute is not None:
             if self.kind != "stage":
@@ -329,6 +362,8 @@ class Strategy:
         """The role of its region along the axis that it makes."""
         if self.dim is not None:
             return Along(dim=self.dim, region=region, attention=self.attention)
+        if self.experts is not None:
+            return ExpertsRole(experts=self.experts)
         return SHARDS if self.shards_operators else REPLICAS
 
     def __str__(self) -> str:
@@ -337,6 +372,7 @@ class Strategy:
         given = [str(self.degree)] if self.degree is not None else []
         given += [f"dim={self.dim}"] if self.dim is not None else []
         given += [f"attention={self.attention!r}"] if self.attention is not None else []
+        given += [f"experts={self.experts!r}"] if self.experts is not None else []
         given += [f"recompute={self.recompute!r}"] if self.recompute is not None else []
         given += [str(self.state)] if self.state is not None else []
         given += [f"offload={self.offload!r}"] if self.offload is not None else []
@@ -350,6 +386,7 @@ _ARGUMENTS = {
     "degree": re.compile(r"(?P<number>[1-9][0-9]{0,5})"),
     "dim": re.compile(r"dim=(?P<number>0|-?[1-9][0-9]?)"),
     "attention": re.compile(rf"attention={_WORD}"),
+    "experts": re.compile(rf"experts={_WORD}"),
     "recompute": re.compile(rf"recompute={_WORD}"),
     "zero": re.compile(r"zero=(?P<number>[0-9])"),
     "state_shares": re.compile(r"state_shares=\[(?P<list>[0-9., ]+)\]"),
@@ -538,7 +575,7 @@ def encode_scopes(path: ScopePath) -> str:
         state = scope.strategy.state
         divided = None if state is None else [state.level, list(state.shares), state.align]
         given = scope.strategy
-        more: list[object] = [given.recompute, given.attention, divided, given.offload, given.reduce]
+        more: list[object] = [given.recompute, given.attention, divided, given.offload, given.reduce, given.experts]
         while more and more[-1] is None:
             more.pop()
         rows.append([scope.strategy.kind, scope.strategy.degree, scope.strategy.dim, chosen, scope.region, *more])
@@ -560,7 +597,7 @@ def decode_scopes(text: str) -> ScopePath:
                 devices = DeviceSelection(layout=layout, number=number, ranks=tuple(ranks), label=label)
             if not isinstance(region, str):
                 raise TypeError("a region is a string")
-            recompute, attention, divided, offload, reduce = (*more, None, None, None, None, None)[:5]
+            recompute, attention, divided, offload, reduce, experts = (*more, *(None,) * 6)[:6]
             state = None if divided is None else StateSharding(divided[0], tuple(divided[1]), divided[2])
             strategy = Strategy(
                 kind=kind,
@@ -572,6 +609,7 @@ def decode_scopes(text: str) -> ScopePath:
                 state=state,
                 offload=offload,
                 reduce=reduce,
+                experts=experts,
             )
             path.append(Scope(strategy=strategy, region=region))
     except (ValueError, TypeError, LookupError, UsageError, RecursionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +30,15 @@ class OnTape(nn.Module):
     def __init__(self, call: Callable[[Sequence[Tensor]], Any], wants: tuple[bool, ...]) -> None:
         super().__init__()
         self.call, self.wants = call, wants
+        self.module: nn.Module | None = getattr(call, "module", None)
+        """Its module, if it calls one: a copy of it may have a process group."""
 
     def forward(self, *tensors: Tensor) -> tuple[Any, Tape]:
         """Its results, and the tape."""
         with torch.enable_grad():
             operands = tuple(x.detach().requires_grad_(w) for x, w in zip(tensors, self.wants, strict=True))
-            found = self.call(operands)
+            call = self.call if self.module is None else replace(self.call, target=self.module)  # type: ignore[type-var]
+            found = call(operands)
         several = isinstance(found, (tuple, list))
         results = tuple(found) if several else (found,)
         bare = tuple(x.detach() if isinstance(x, Tensor) else x for x in results)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Groups", "group", "grouped_product", "product_of_groups"]
+__all__ = ["Groups", "from_experts", "group", "grouped_product", "product_of_groups", "to_experts"]
 
 Groups = tuple[Tensor, Tensor, Tensor]
 """The order that sorts rows by their matrix, its inverse, and where each matrix's rows end."""
@@ -69,3 +69,18 @@ def grouped_product(x: Tensor, matrices: Tensor, choice: Tensor, kernel: Callabl
         [rows, m]
     """
     return product_of_groups(x, matrices, *group(choice, len(matrices)), kernel)
+
+
+def to_experts(x: Tensor, choice: Tensor) -> Tensor:
+    """Rows that are from here on computed at the experts that they chose, wherever these are: here, as they are.
+
+    Args:
+        x: [rows, ...].
+        choice: [rows], numbers of experts.
+    """
+    return x
+
+
+def from_experts(x: Tensor, choice: Tensor) -> Tensor:
+    """Rows that come back from the experts that they chose: the inverse of :func:`to_experts`."""
+    return x
