@@ -331,16 +331,18 @@ class CostModel(DeviceGroups):
         num_bytes: float,
         layers: Iterable[int] | None = None,
         kind: str = "all_reduce",
+        beside: int = 1,
     ) -> float:
         """Seconds to sum gradients, of *layers* or of the whole model, over the data group *ranks* (one of each tensor
-        group) while the other *degree* - 1 data groups of the stage do the same. As Whale runs it they come in
-        messages, one after the other. Another *kind* sums to the owners of a divided state."""
+        group) while the other *degree* - 1 data groups of the stage do the same, each *beside* as many as this in all.
+        As Whale runs it they come in messages, one after the other. Another *kind* sums to the owners of a divided
+        state."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
         if self.combines:
             return sum(self.combining(ranks, degree, num_bytes, layers, divided=kind != "all_reduce"))
         message = self.message_bytes(ranks, num_bytes, degree, layers, divided=kind != "all_reduce")
-        return num_bytes / message * self.over(kind, ranks, degree, message)
+        return num_bytes / message * self.over(kind, ranks, degree * beside, message)
 
     @property
     def combines(self) -> bool:

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.ir.cluster import Link
 from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.overlap import Beside
 from whale.planner.cost.replicas import gather_seconds, of_kind
+from whale.planner.network.links import inter_node_kind
 from whale.planner.search.mesh_costs import Array, MeshCosts, ReplicaCosts, added_by_sums
 from whale.planner.search.replica_table import ReplicaTable, total
 from whale.planner.search.row_table import BACKWARD, FAR, FORWARD, NEAR, UPDATE
@@ -233,8 +235,28 @@ class CostTable(ReplicaTable):
                 if common > 1e-9:
                     ways = self._both_ways((one, other), (source, target), common, near)
                     found = np.maximum(found, ways)
+            if (link := self._far_link(source, target)) is not None:
+                found = np.maximum(found, self._far_ways(link, (source, target), rows))
             self._hops[key] = found.tolist()
         return self._hops[key]
+
+    def _far_link(self, source: Mesh, target: Mesh) -> Link | None:
+        """The slower way out of a region, if the stages on two meshes are in different ones."""
+        here, there = (
+            {pool.region for pool, count in zip(self.pools, mesh.counts, strict=True) if count}
+            for mesh in (source, target)
+        )
+        links = [region.link for region in here | there if region is not None]
+        return min(links, key=lambda link: link.bandwidth) if links and not here & there else None
+
+    def _far_ways(self, link: Link, meshes: tuple[Mesh, Mesh], rows: int) -> Array:
+        """Seconds of handing all rows of a micro-batch on from region to region, and of their gradients back: what all
+        devices send goes through one way."""
+        source, target = meshes
+        shares = self.held_shares(source.tensor, target.tensor)
+        rate = link.bandwidth * inter_node_kind(link).efficiency
+        sent = self._handed(rows) / rate
+        return 2 * link.latency + sent * (shares[1] * target.tensor + shares[0] * source.tensor)
 
     def _both_ways(
         self, ends: tuple[ReplicaCosts, ReplicaCosts], meshes: tuple[Mesh, Mesh], common: float, near: bool
