@@ -140,14 +140,14 @@ class Topology:
         return f"{node.name} adapter {self.adapters(node, (rank,))[0]} {way}"
 
     def gateways(self, region: Region) -> int:
-        """Ways out of a region, each about as fast as a message can go: its nodes share its link in such parts, as the
-        devices of a node share adapters."""
+        """Ways out of a region, each about as fast as a message can go: its nodes share its link in such parts, in
+        turn, so that a few next to each other have most of it."""
         return self._regions[region.name][1]
 
     def _gateway(self, node: Node, way: Literal["out", "in"]) -> str:
         assert node.region is not None
         places, count = self._regions[node.region.name]
-        return f"region {node.region.name} gateway {places[node.name] * count // len(places)} {way}"
+        return f"region {node.region.name} gateway {places[node.name] % count} {way}"
 
     @cached_property
     def _regions(self) -> dict[str, tuple[dict[str, int], int]]:

@@ -10,6 +10,7 @@ exactly by `whale.planner.search.evaluate`.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise, product
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whale.ir.cluster import Link
+from whale.ir.cluster import Region
 from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.overlap import Beside
 from whale.planner.cost.replicas import gather_seconds, of_kind
@@ -235,27 +236,32 @@ class CostTable(ReplicaTable):
                 if common > 1e-9:
                     ways = self._both_ways((one, other), (source, target), common, near)
                     found = np.maximum(found, ways)
-            if (link := self._far_link(source, target)) is not None:
-                found = np.maximum(found, self._far_ways(link, (source, target), rows))
+            if part := self._far_part(source, target):
+                found = np.maximum(found, self._far_ways((source, target), part * rows))
             self._hops[key] = found.tolist()
         return self._hops[key]
 
-    def _far_link(self, source: Mesh, target: Mesh) -> Link | None:
-        """The slower way out of a region, if the stages on two meshes are in different ones."""
-        here, there = (
-            {pool.region for pool, count in zip(self.pools, mesh.counts, strict=True) if count}
-            for mesh in (source, target)
-        )
-        links = [region.link for region in here | there if region is not None]
-        return min(links, key=lambda link: link.bandwidth) if links and not here & there else None
+    def _far_part(self, source: Mesh, target: Mesh) -> float:
+        """The least part of the rows that goes from region to region between stages on two meshes."""
+        if len({pool.region for pool in self.pools}) < 2:
+            return 0.0
+        shares: list[Counter[Region | None]] = [Counter(), Counter()]
+        for mesh, own in zip((source, target), shares, strict=True):
+            for pool, count in zip(self.pools, mesh.counts, strict=True):
+                own[pool.region] += count
+        here, there = shares
+        stays = sum(min(here[one] / sum(source.counts), there[one] / sum(target.counts)) for one in here)
+        return max(0.0, round(1 - stays, 9))
 
-    def _far_ways(self, link: Link, meshes: tuple[Mesh, Mesh], rows: int) -> Array:
-        """Seconds of handing all rows of a micro-batch on from region to region, and of their gradients back: what all
-        devices send goes through one way."""
+    def _far_ways(self, meshes: tuple[Mesh, Mesh], rows: float) -> Array:
+        """Seconds of handing these rows of a micro-batch on from region to region, and of their gradients back: what
+        all devices send goes through one way, the slowest."""
         source, target = meshes
+        counts = zip(self.pools, source.counts, target.counts, strict=True)
+        links = [pool.region.link for pool, *both in counts if pool.region is not None and any(both)]
+        link = min(links, key=lambda link: link.bandwidth)
         shares = self.held_shares(source.tensor, target.tensor)
-        rate = link.bandwidth * inter_node_kind(link).efficiency
-        sent = self._handed(rows) / rate
+        sent = self._handed(rows) / (link.bandwidth * inter_node_kind(link).efficiency)
         return 2 * link.latency + sent * (shares[1] * target.tensor + shares[0] * source.tensor)
 
     def _both_ways(

@@ -117,6 +117,7 @@ def test_one_region_is_as_none() -> None:
     assert send(Topology.of(alone), 0, 31, 1e8) == send(Topology.of(none), 0, 31, 1e8)
 
 
+WIDE = chain([layer({A100: 0.01}, output=1e9)], [0] * 8)
 PROFILE = chain([layer({A100: 0.01}, parameters=5e8, output=1e5)], [0] * 8)
 
 
@@ -135,10 +136,29 @@ def test_sums_of_several_stages_share_the_way_out_of_a_region() -> None:
     assert isclose(exposed((0, 16), (8, 24)), exposed((0, 16)), rel_tol=0.05)  # half of the bytes at half of the speed
 
 
-def test_the_search_keeps_sums_within_regions() -> None:
-    two = cluster("north", "south", wide="1 Gbit/s")
+def test_all_messages_between_two_stages_share_the_way_out_of_a_region() -> None:
+    far = cluster("north", "south", nodes=8, latency="10 us")
+
+    def hop(replicas: int) -> float:
+        ranks = (tuple(range(0, 8 * replicas, 8)), tuple(range(64, 64 + 8 * replicas, 8)))
+        parts = [
+            StageChoice(first=4 * index, last=4 * index + 4, ranks=own, data=replicas, tensor=1, rows=(1,) * replicas)
+            for index, own in enumerate(ranks)
+        ]
+        (link,) = {one.bandwidth for one in evaluate(WIDE, far, parts, micro_batches=2).workload.links}
+        return 1 / link
+
+    assert isclose(hop(8), 8 * hop(1), rel_tol=0.01)
+
+
+@pytest.mark.parametrize("wide", ["1 Mbit/s", "100 Mbit/s", "10 Gbit/s"])
+def test_the_search_keeps_sums_within_regions(wide: str) -> None:
+    two = cluster("north", "south", wide=wide)
     assert [len(pool.ranks) for pool in pools_of(two)] == [16, 16]
     best = search(PROFILE, two, batch=64, settings=SearchSettings(precision="fp32")).best
     regions = [{two.node_of(rank).region for rank in stage.ranks} for stage in best.stages]
-    assert len(best.stages) > 1 and all(len(one) == 1 for one in regions)
+    assert all(len(one) == 1 for one in regions)
+    alone = search(PROFILE, cluster("north"), batch=64, settings=SearchSettings(precision="fp32")).best
+    assert best.prediction.step_seconds < 1.05 * alone.prediction.step_seconds
+    assert len({one.pop() for one in regions}) == (2 if wide == "10 Gbit/s" else 1)
     assert best.prediction.memory and max(one.total for one in best.prediction.memory) < 80 * GIB
