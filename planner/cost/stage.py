@@ -98,9 +98,10 @@ class CostModel(DeviceGroups):
 
     @cached_property
     def overhead_bytes(self) -> dict[str, float]:
-        """Bytes on a device of each type before any layer, by the name of the type."""
+        """Bytes on a device of each type before any layer, by the name of the type: the framework's, and as Whale runs
+        it the batch, beyond which the allocator reserves as much as beyond activations."""
         num = len(self.cluster.devices)
-        given = self.batch * self.profile.row_bytes if self.runs else 0.0
+        given = self.waste * self.batch * self.profile.row_bytes if self.runs else 0.0
         return {type_.name: framework_bytes(type_, num) + given for type_ in self.num_of_types}
 
     @cached_property
