@@ -129,7 +129,7 @@ class Failures:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What failures leave of a run.
+    """The part of a run that failures leave.
 
     Attributes:
         mtbf: seconds between failures that end a step, while all nodes are there.

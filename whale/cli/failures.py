@@ -69,7 +69,7 @@ def outlook_of(
     rows: float | None,
     fallbacks: Iterable[tuple[str, Workload, float | None]],
 ) -> Outlook:
-    """What failures leave of a run, whose job may change to plans for fewer devices.
+    """The part of a run that failures leave, whose job may change to plans for fewer devices.
 
     Args:
         failures: of the devices.
