@@ -171,7 +171,7 @@ def outlook(failures: Failures, devices: int, speeds: Sequence[tuple[int, float]
 
     >>> found = outlook(Failures(mtbf=3.6e7, saving=20, restart=60, repair=7200, node=8), 1024, [(1, 0.99)])
     >>> round(found.interval), round(found.trained, 3), round(found.waiting, 3), round(found.elastic, 3)
-    (2343, 0.98, 0.799, 0.967)
+    (1173, 0.965, 0.786, 0.932)
     """
     nodes = -(-devices // failures.node)
     for gone, speed in speeds:
