@@ -11,17 +11,16 @@ included.
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
 from pathlib import Path
 
 from harness import arguments, report, table
+from lines import Panel
+from lines import drawn as picture_of
 from search_speed import MIXES, SIZES, TARGETS, cluster, deep, search_row, timed_search
 
 from whale.cli.model_loader import load_model
-from whale.planner.report.colours import BLUE, ORANGE
-from whale.planner.report.markup import Markup, element, picture
+from whale.planner.report.markup import Markup
 from whale.strategies.profile import profile_model
 
 NUM_DEVICES, NUM_BLOCKS = (128, 256, 512, 1024, 2048, 4096), (24, 48, 96, 192, 384)
@@ -69,16 +68,10 @@ def main() -> None:
         IMAGE.write_text(drawn(times), encoding="utf-8")
 
 
-# --- the picture ------------------------------------------------------------------------------------------------------
-
-WIDTH, HEIGHT, LEFT, TOP, PANEL, TALL = 760, 280, 52, 40, 300, 180
-
-
 def drawn(times: dict[Case, float]) -> Markup:
     """Seconds over devices, and over blocks."""
-    high = max(*TARGETS.values(), *times.values()) * 1.05
     by_devices = {
-        num: [
+        f"{num} types": [
             (case.num_devices, times[case])
             for case in times
             if (case.num_types, case.num_blocks) == (num, USUAL_BLOCKS)
@@ -86,52 +79,20 @@ def drawn(times: dict[Case, float]) -> Markup:
         for num in MIXES
     }
     by_blocks = {
-        num: [
+        f"{num} types": [
             (case.num_blocks, times[case])
             for case in times
             if (case.num_types, case.num_devices) == (num, USUAL_DEVICES)
         ]
         for num in MIXES
     }
-    first = panel(f"GPUs ({USUAL_BLOCKS} blocks)", by_devices, NUM_DEVICES, high)
-    second = panel(f"blocks of the model ({USUAL_DEVICES} GPUs)", by_blocks, NUM_BLOCKS, high)
-    said = "Processor seconds of a search for two and three types of devices, over GPUs and over blocks."
-    return picture(
-        "search-speed",
+    high = max(*TARGETS.values(), *times.values())
+    return picture_of(
         "How long the search takes",
-        said,
-        WIDTH,
-        HEIGHT,
-        element("rect", width=WIDTH, height=HEIGHT, fill="#ffffff"),
-        element("g", first, transform=f"translate({LEFT} {TOP})"),
-        element("g", second, transform=f"translate({LEFT + PANEL + 70} {TOP})"),
+        "Processor seconds of a search for two and three types of devices, over GPUs and over blocks.",
+        Panel(f"GPUs ({USUAL_BLOCKS} blocks)", by_devices, "s", high),
+        Panel(f"blocks of the model ({USUAL_DEVICES} GPUs)", by_blocks, "s", high),
     )
-
-
-def panel(title: str, lines: dict[int, Sequence[tuple[int, float]]], places: Sequence[int], high: float) -> Markup:
-    def across(value: float) -> float:
-        return PANEL * log2(value / places[0]) / log2(places[-1] / places[0])
-
-    def up(seconds: float) -> float:
-        return TALL * (1 - seconds / high)
-
-    parts: list[Markup] = [words(title, PANEL / 2, TALL + 38, "middle")]
-    step = next(step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 50, 100) if high / step <= 6)
-    for index in range(int(high / step) + 1):
-        height = up(index * step)
-        parts.append(element("line", x1=0, x2=PANEL, y1=height, y2=height, stroke="#d0d7de"))
-        parts.append(words(f"{index * step:g} s", -6, height + 4, "end"))
-    parts += [words(str(place), across(place), TALL + 18, "middle") for place in places]
-    for index, ((num, points), colour) in enumerate(zip(lines.items(), (BLUE, ORANGE), strict=True)):
-        path = " ".join(f"{across(place):.1f},{up(seconds):.1f}" for place, seconds in sorted(points))
-        parts.append(element("polyline", points=path, fill="none", stroke=colour, stroke_width=2))
-        parts += [element("circle", cx=across(x), cy=up(y), r=3, fill=colour) for x, y in points]
-        parts.append(words(f"{num} types", 60 * index, -16, "start", colour))
-    return element("g", *parts)
-
-
-def words(text: str, x: float, y: float, anchor: str, colour: str = "#1f2328") -> Markup:
-    return element("text", text, x=x, y=y, text_anchor=anchor, fill=colour, font_size=12, font_family="sans-serif")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         rank,
         size,
     )
-    from whale.data import shard_dataset
+    from whale.data import read_parts, shard_dataset
     from whale.errors import WhaleError
     from whale.graph.row_wise import row_wise
     from whale.ir.cluster import Cluster
@@ -69,6 +69,7 @@ __all__ = [
     "mesh_axis",
     "parallelize",
     "rank",
+    "read_parts",
     "replicate",
     "row_wise",
     "save_checkpoint",
@@ -105,6 +106,7 @@ _HOMES = {
     "mesh_axis": "whale.communication",
     "parallelize": "whale.api",
     "rank": "whale.communication",
+    "read_parts": "whale.data",
     "replicate": "whale.annotations",
     "row_wise": "whale.graph.row_wise",
     "save_checkpoint": "whale.checkpoint.save",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -30,7 +31,7 @@ from whale.arguments import check_count, check_type
 from whale.errors import UsageError
 from whale.runtime.module import ParallelModule
 
-__all__ = ["RowSampler", "ShardedLoader", "shard_dataset"]
+__all__ = ["RowSampler", "ShardedLoader", "read_parts", "shard_dataset"]
 
 Share = Callable[[int], Sequence[tuple[int, int]]]
 """This rank's rows of a global batch, as half-open ranges, by the number of all rows."""
@@ -91,6 +92,11 @@ def shard_dataset(
     assert batch_size is not None
     mode = "global" if model is None else model.batch_mode
     if reader is not None:
+        if not hasattr(dataset, "__len__"):
+            raise UsageError(
+                f"with reader= the dataset says how many samples there are, but a {type(dataset).__name__} has no "
+                "len(): give range(n) for n samples"
+            )
         dataset = _PartReader(len(dataset), reader, {} if model is None else model.sample_share())
     elif mode == "parts":
         raise UsageError(
@@ -106,6 +112,59 @@ def shard_dataset(
         drop_last=bool(drop_last),
         options=options,
     )
+
+
+def read_parts(
+    array: Any, parts: Sequence[Sequence[tuple[int, int]]] = (), *, at: Sequence[int] = (), halo: int = 0
+) -> np.ndarray[Any, Any]:
+    """Read a rank's parts of a sample from an array that is indexed by slices, and nothing else of it: a dataset of
+    h5py, an array of zarr, or one of NumPy that is mapped from a file.
+
+    Args:
+        array: with a ``shape``.
+        parts: of a leaf, as ``model.sample_share()`` has them: for each dim the ranges to read. Dims beyond them are
+            read whole, as is a sample of which a rank brings no parts.
+        at: indices in front of the dims of a sample, such as its place in the file.
+        halo: elements to read beyond each end of a dim that is cut, as far as the sample goes. A step needs none; they
+            are for what a reader does itself, such as smoothing, and it cuts them off. The part itself begins
+            ``min(halo, first)`` elements after what was read.
+
+    Raises:
+        UsageError: the array has fewer dims or elements than the parts, or a dim with a halo has several ranges.
+
+    >>> import numpy as np
+    >>> volumes = np.arange(48).reshape(2, 4, 6)
+    >>> read_parts(volumes, (((1, 3),), ((0, 2), (5, 6))), at=(1,)).tolist()
+    [[30, 31, 35], [36, 37, 41]]
+    >>> read_parts(volumes, (((1, 2),),), at=(0,), halo=1).shape
+    (3, 6)
+    """
+    shape = tuple(array.shape)
+    sizes = shape[len(at) :]
+    if len(parts) > len(sizes):
+        raise UsageError(
+            f"the array has {len(shape)} dims, of which at= takes {len(at)}, but the parts are of {len(parts)}: index "
+            "the sample with at=, or give the parts of the leaf that is stored there"
+        )
+    dims: list[list[slice]] = []
+    for dim, size in enumerate(sizes):
+        ranges = tuple(parts[dim]) if dim < len(parts) else ((0, size),)
+        if any(not 0 <= first <= stop <= size for first, stop in ranges):
+            raise UsageError(
+                f"dim {dim} of the sample has {size} elements in the file, but the parts go to "
+                f"{max(stop for _, stop in ranges)}: samples have the sizes of the example batch"
+            )
+        if halo and len(ranges) > 1:
+            raise UsageError(f"dim {dim} of the sample is read in {len(ranges)} ranges, which have no halo; use halo=0")
+        dims.append([slice(max(0, first - halo), min(size, stop + halo)) for first, stop in ranges or ((0, 0),)])
+
+    def read(dim: int, chosen: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        if dim == len(dims):
+            return np.asarray(array[(*at, *chosen)])
+        found = [read(dim + 1, (*chosen, one)) for one in dims[dim]]
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=dim)
+
+    return read(0, ())
 
 
 _OPTIONS = (

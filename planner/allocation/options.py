@@ -109,7 +109,7 @@ def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
     found: dict[object, list[Node]] = {}
     for node in cluster.nodes:
         types = tuple(cluster.devices[rank].type.name for rank in node.ranks)
-        found.setdefault((types, node.intra, node.inter), []).append(node)
+        found.setdefault((types, node.intra, node.inter, node.region), []).append(node)
     names = [cluster.devices[nodes[0].ranks[0]].type.name for nodes in found.values()]
     sizes = [len(nodes[0].ranks) for nodes in found.values()]
     kinds = []

@@ -190,15 +190,16 @@ class DeviceGroups(LayerCosts):
 
     @cached_property
     def _kinds_of_nodes(self) -> list[int]:
-        """A number for each node: nodes with the same number have the same links and devices."""
+        """A number for each node: nodes with the same number have the same links and devices, in the same region."""
         found: list[int] = []
         numbers: dict[Any, int] = {}  # by identity of types, which is faster
         for node in self.cluster.nodes:
             types = tuple(self.cluster.devices[rank].type for rank in node.ranks)
-            look = (node.intra, node.inter, node.host_memory, tuple(map(id, types)))
+            look = (node.intra, node.inter, node.host_memory, node.region, tuple(map(id, types)))
             if look not in numbers:
                 known = self.memo.kinds_of_nodes
-                numbers[look] = known.setdefault((node.intra, node.inter, node.host_memory, types), len(known))
+                links = node.intra, node.inter, node.host_memory, node.region
+                numbers[look] = known.setdefault((*links, types), len(known))
             found.append(numbers[look])
         return found
 

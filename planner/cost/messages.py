@@ -135,7 +135,9 @@ def _exchange(
         if (one.source // owners[0].each, one.target // owners[1].each) in wanted:
             close[0].update(nodes[0][one.source])
             close[1].update(nodes[1][one.target])
-    near = [one for one in found if close[0] & nodes[0][one.source] or close[1] & nodes[1][one.target]]
+    near = found
+    if not prices.topology.spans_regions((*here.ranks, *there.ranks)):  # else all share the ways between regions
+        near = [one for one in found if close[0] & nodes[0][one.source] or close[1] & nodes[1][one.target]]
     shares = _held_shares(prices, here, there)
     sizes = [prices.handed_on(here.layers, there.layers, one.rows) for one in near]
     back_again = [InCommon(one.target, one.source, one.rows) for one in near]

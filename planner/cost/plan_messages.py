@@ -57,8 +57,7 @@ class PlanMessages(PlanKinds):
         """The resources that a message shares with those of other boundaries, in stacks like Whale's."""
         if not self.prices.exchanges:
             return ()
-        end = self.prices.topology.end
-        return end(source, "out", same_node), end(target, "in", same_node)
+        return self.prices.topology.ends(source, target, same_node=same_node)
 
     def _whales(
         self, here: int, there: int, example: Mapping[tuple[int, int], Pair]

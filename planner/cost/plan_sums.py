@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -94,15 +95,16 @@ class PlanSums(PlanKinds):
             groups = {prices.shape(every[first::stride]): every[first::stride] for first in range(stride)}
             slowest = None
             for group in groups.values():
+                beside = self._far_sums if self._far_sums > 1 and prices.topology.spans_regions(group) else 1
                 if prices.stack.zero and not prices.runs:
-                    seconds = message = prices.over("reduce_scatter", group, num_alike, num_bytes)
+                    seconds = message = prices.over("reduce_scatter", group, num_alike * beside, num_bytes)
                 else:
                     kind = self._scattered_by(stage)
-                    seconds = prices.all_reduce(group, num_alike, num_bytes, stage.layers, kind)
+                    seconds = prices.all_reduce(group, num_alike, num_bytes, stage.layers, kind, beside)
                     size = prices.message_bytes(group, num_bytes, num_alike, stage.layers, divided=kind != "all_reduce")
-                    message = prices.over(kind, group, num_alike, size)
+                    message = prices.over(kind, group, num_alike * beside, size)
                     if stage.owned and message and stage.expert == 1:
-                        other = prices.over(kind, group, num_alike, size, stage.owned)
+                        other = prices.over(kind, group, num_alike * beside, size, stage.owned)
                         seconds, message = seconds * other / message, other
                 after = 0.0
                 if prices.combines and seconds:
@@ -115,6 +117,12 @@ class PlanSums(PlanKinds):
                     slowest = _Sum(group, num_alike, num_bytes, seconds, message, after)
             found.extend([slowest] if slowest else [])
         return found
+
+    @cached_property
+    def _far_sums(self) -> int:
+        """Sets of ranks whose sums go from region to region, all of them at the same time."""
+        spans = self.prices.topology.spans_regions
+        return sum(spans(self.stages[own[0]].data_group) for own in self._devices)
 
     def _overlapped(self, index: int, sums: Sequence[_Sum], last_share: float) -> tuple[float, Beside]:
         """The part of a stage's last backward after which its sums begin, taken as one, and how both slow each

@@ -98,9 +98,10 @@ class CostModel(DeviceGroups):
 
     @cached_property
     def overhead_bytes(self) -> dict[str, float]:
-        """Bytes on a device of each type before any layer, by the name of the type."""
+        """Bytes on a device of each type before any layer, by the name of the type: the framework's, and as Whale runs
+        it the batch, beyond which the allocator reserves as much as beyond activations."""
         num = len(self.cluster.devices)
-        given = self.batch * self.profile.row_bytes if self.runs else 0.0
+        given = self.waste * self.batch * self.profile.row_bytes if self.runs else 0.0
         return {type_.name: framework_bytes(type_, num) + given for type_ in self.num_of_types}
 
     @cached_property
@@ -331,16 +332,18 @@ class CostModel(DeviceGroups):
         num_bytes: float,
         layers: Iterable[int] | None = None,
         kind: str = "all_reduce",
+        beside: int = 1,
     ) -> float:
         """Seconds to sum gradients, of *layers* or of the whole model, over the data group *ranks* (one of each tensor
-        group) while the other *degree* - 1 data groups of the stage do the same. As Whale runs it they come in
-        messages, one after the other. Another *kind* sums to the owners of a divided state."""
+        group) while the other *degree* - 1 data groups of the stage do the same, each *beside* as many as this in all.
+        As Whale runs it they come in messages, one after the other. Another *kind* sums to the owners of a divided
+        state."""
         if len(ranks) < 2 or not num_bytes:
             return 0.0
         if self.combines:
             return sum(self.combining(ranks, degree, num_bytes, layers, divided=kind != "all_reduce"))
         message = self.message_bytes(ranks, num_bytes, degree, layers, divided=kind != "all_reduce")
-        return num_bytes / message * self.over(kind, ranks, degree, message)
+        return num_bytes / message * self.over(kind, ranks, degree * beside, message)
 
     @property
     def combines(self) -> bool:

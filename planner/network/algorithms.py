@@ -18,16 +18,17 @@ from math import ceil, log2
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from whale.ir.cluster import Node
+from whale.ir.cluster import Node, Region
 from whale.ir.profile import LinkCurve
 from whale.planner.network.curves import measured_seconds, peak
-from whale.planner.network.links import LinkKind
+from whale.planner.network.links import LinkKind, inter_node_kind
 from whale.planner.network.topology import Member, Topology
 
 __all__ = ["ALGORITHMS", "Algorithm", "Collective", "Duration", "GroupShape", "Line", "able_nodes", "linked", "fastest"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Algorithm = Literal["none", "ring", "tree", "multicast", "hierarchical", "pairwise", "send", "measured"]
+Where = Literal["within a node", "between nodes", "between regions"]
 
 SLICES = 4
 """Slices of a part in a hop, each forwarded once it is whole (NCCL's buffers have eight steps, two per slice)."""
@@ -47,7 +48,7 @@ class Duration(NamedTuple):
     latency: float
     transfer: float
     line: Line
-    between: bool
+    where: Where
 
     @property
     def seconds(self) -> float:
@@ -57,12 +58,12 @@ class Duration(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """The share of a group in the links within its nodes or between them, at the slowest place.
+    """The share of a group in the links within its nodes, between them or between regions, at the slowest place.
 
     Attributes:
         kind: of the links.
         bandwidth: bytes per second that large messages reach; within nodes out of each device, between nodes out of
-            each node.
+            each node, between regions out of each region.
         hop: seconds.
         curves: measured sends, each with the group's share of their bandwidth; they replace bandwidth and hop.
     """
@@ -89,7 +90,8 @@ class Line:
 class GroupShape:
     """The shape of a group: all that its collectives' durations depend on.
 
-    ``intra`` is None where no two ranks share a node, ``inter`` where all do.
+    ``intra`` is None where no two ranks share a node, ``inter`` where all do, and ``wide`` where all are in one region:
+    then ``regions`` has none, else the ranks in each.
     """
 
     num_ranks: int
@@ -97,6 +99,8 @@ class GroupShape:
     most_on_a_node: int
     intra: Line | None
     inter: Line | None
+    wide: Line | None = None
+    regions: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -108,14 +112,22 @@ class GroupShape:
         Groups of different nodes have the worst figures of all their nodes, in any order.
         """
         most = max(len(member.ranks) for member in members)
+        regions = topology.in_regions(members)
+
+        def within(member: Member) -> int:
+            """Groups that share the adapters of a node; between regions more share a way."""
+            return min(sharing, max(1, len(member.node.ranks) // len(member.ranks))) if regions else sharing
+
         group = cls(
             num_ranks=sum(len(member.ranks) for member in members),
             num_nodes=len(members),
             most_on_a_node=most,
             intra=_worst([_intra(topology, one.node, len(one.ranks)) for one in unlike if len(one.ranks) > 1]),
-            inter=_worst([_inter(topology, one.node, one.ranks, sharing) for one in unlike if len(members) > 1]),
+            inter=_worst([_inter(topology, one.node, one.ranks, within(one)) for one in unlike if len(members) > 1]),
+            wide=_worst([_wide(region, most, sharing) for region in regions]),
+            regions=tuple(regions.values()),
         )
-        return _with_curves(topology, members, group, sharing) if topology.curves else group
+        return _with_curves(topology, members, group, sharing) if topology.curves and not regions else group
 
     @classmethod
     def measured(cls, topology: Topology, curve: LinkCurve, nodes: Sequence[Node]) -> GroupShape:
@@ -136,7 +148,7 @@ class GroupShape:
     @cached_property
     def lines(self) -> tuple[Line, ...]:
         """The lines that exist."""
-        return tuple(line for line in (self.intra, self.inter) if line is not None)
+        return tuple(line for line in (self.intra, self.inter, self.wide) if line is not None)
 
     @cached_property
     def launch(self) -> float:
@@ -171,6 +183,13 @@ def _inter(topology: Topology, node: Node, ranks: Sequence[int], sharing: int) -
         topology.memo[key] = Line(kind=kind, bandwidth=bandwidth, hop=link.latency + kind.hop)
     found: Line = topology.memo[key]
     return found
+
+
+def _wide(region: Region, most_on_a_node: int, sharing: int) -> Line:
+    """The part of a region's link that each of *sharing* groups has which lie in several regions."""
+    kind = inter_node_kind(region.link)
+    own = min(region.link.bandwidth * kind.efficiency / sharing, kind.max_flow * most_on_a_node)
+    return Line(kind=kind, bandwidth=own, hop=region.link.latency + kind.hop)
 
 
 def _worst(lines: Sequence[Line]) -> Line | None:
@@ -256,16 +275,18 @@ def _as_timed(topology: Topology, curve: LinkCurve, node: Node) -> float:
 def _ring(group: GroupShape, kind: Collective, num_bytes: float) -> Duration | None:
     """Ring: every rank passes parts on to the next, 2 (n - 1) times for an all-reduce and n - 1 times for the others.
 
-    A ring goes through each node once, and as many rings as there are adapters share the bytes.
+    A ring goes through each region and each node once, as ranks are in the order of these, and as many rings as there
+    are adapters share the bytes.
     """
     if kind == "all_to_all":
         return None
     rounds, n = _rounds(kind), group.num_ranks
     part = num_bytes / n
     traffic = num_bytes if kind == "broadcast" else rounds * (n - 1) * part
-    between = min(group.num_nodes, n - 1) if group.inter else 0
+    far = min(len(group.regions), n - 1)
+    between = min(group.num_nodes, n - 1) - far if group.inter else 0
     latency = group.launch
-    for line, num_hops in ((group.inter, between), (group.intra, n - 1 - between)):
+    for line, num_hops in ((group.wide, far), (group.inter, between), (group.intra, n - 1 - between - far)):
         if line is not None:
             latency += rounds * num_hops * line.pass_on(part)
     line = group.narrowest(part)
@@ -280,17 +301,24 @@ def _ring(group: GroupShape, kind: Collective, num_bytes: float) -> Duration | N
 def _tree(group: GroupShape, kind: Collective, num_bytes: float) -> Duration | None:
     """Double binary tree: up and down two trees of nodes with half of the bytes each, a chain within each node.
 
-    A node inside one tree is a leaf of the other: it sends everything twice, whatever the number of nodes.
+    A node inside one tree is a leaf of the other: it sends everything twice, whatever the number of nodes. A level of a
+    tree may lead to another region and back: each then sends as much between regions as a node sends.
     """
     if kind not in ("all_reduce", "broadcast") or group.inter is None:
         return None
     rounds, part = _rounds(kind), num_bytes / 2
-    latency = group.launch
-    for line, num_hops in ((group.inter, ceil(log2(group.num_nodes))), (group.intra, group.most_on_a_node - 1)):
+    latency, levels = group.launch, ceil(log2(group.num_nodes))
+    far = ceil(log2(len(group.regions))) if group.wide else 0
+    for line, num_hops in (
+        (group.wide, far),
+        (group.inter, levels - far),
+        (group.intra, group.most_on_a_node - 1),
+    ):
         if line is not None:
             latency += rounds * num_hops * line.pass_on(part)
-    line = group.narrowest(part)
-    return _duration("tree", group, line, latency, rounds * num_bytes / line.rate(part) / TREE_BANDWIDTH)
+    rates = [(line.rate(part) / (levels if line is group.wide else 1), line) for line in group.lines]
+    rate, line = min(rates, key=lambda one: one[0])
+    return _duration("tree", group, line, latency, rounds * num_bytes / rate / TREE_BANDWIDTH)
 
 
 def _multicast(group: GroupShape, kind: Collective, num_bytes: float) -> Duration | None:
@@ -308,7 +336,7 @@ def _multicast(group: GroupShape, kind: Collective, num_bytes: float) -> Duratio
 def _hierarchical(group: GroupShape, kind: Collective, num_bytes: float) -> Duration | None:
     """Hierarchical: reduce-scatter in each node, all-reduce of the parts between nodes over all adapters, all-gather in
     each node."""
-    if kind != "all_reduce" or group.inter is None or group.intra is None:
+    if kind != "all_reduce" or group.inter is None or group.intra is None or group.wide is not None:
         return None
     per_node, num_nodes = group.most_on_a_node, group.num_nodes
     within, part = num_bytes / per_node, num_bytes / per_node / num_nodes
@@ -330,6 +358,8 @@ def _pairwise(group: GroupShape, kind: Collective, num_bytes: float) -> Duration
         times.append((part * (most - 1) / group.intra.rate(part), group.intra))
     if group.inter is not None:
         times.append((part * (n - most) * most / group.inter.rate(part), group.inter))
+    if group.wide is not None:
+        times.append((part * max(own * (n - own) for own in group.regions) / group.wide.rate(part), group.wide))
     transfer, line = max(times, key=lambda time: time[0])
     return _duration("pairwise", group, line, group.launch + max(time[1].pass_on(part) for time in times), transfer)
 
@@ -339,7 +369,10 @@ def _rounds(kind: Collective) -> int:
 
 
 def _duration(algorithm: Algorithm, group: GroupShape, line: Line, latency: float, transfer: float) -> Duration:
-    return Duration(algorithm=algorithm, latency=latency, transfer=transfer, line=line, between=line is group.inter)
+    where: Where = "between regions" if line is group.wide else "within a node"
+    if line is group.inter:
+        where = "between nodes"
+    return Duration(algorithm=algorithm, latency=latency, transfer=transfer, line=line, where=where)
 
 
 ALGORITHMS: Mapping[Algorithm, Callable[[GroupShape, Collective, float], Duration | None]] = MappingProxyType(

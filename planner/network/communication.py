@@ -20,6 +20,7 @@ from whale.planner.network.algorithms import (
     Duration,
     GroupShape,
     Line,
+    Where,
     able_nodes,
     fastest,
     linked,
@@ -105,8 +106,9 @@ def collective(
     members, group = _group(topology, tuple(ranks), sharing)
     if algorithm is None:
         cost = _modelled(fastest(group, kind, num_bytes))
-        measured = _measured(topology, kind, members, group, num_bytes, sharing, cost) if topology.curves else None
-        return measured or cost
+        if not topology.curves or group.wide is not None:  # curves are of links within a region
+            return cost
+        return _measured(topology, kind, members, group, num_bytes, sharing, cost) or cost
     duration = ALGORITHMS[algorithm](group, kind, num_bytes) if algorithm in ALGORITHMS else None
     if duration is None:
         raise UsageError(f"there is no algorithm {algorithm!r} for {kind} in this group")
@@ -138,16 +140,20 @@ def send(topology: Topology, source: int, target: int, num_bytes: float, *, shar
     alone = min(path.bandwidth * slowest.efficiency, slowest.max_flow)
     rate = min(alone, path.bandwidth * slowest.efficiency / sharing) if path.between_nodes else alone
     line = Line(kind=slowest, bandwidth=rate, hop=path.latency + slowest.hop)
+    where: Where = "between nodes" if path.between_nodes else "within a node"
+    regions = [topology.cluster.node_of(rank).region for rank in (source, target)]
+    if regions[0] != regions[1]:
+        where = "between regions"
     cost = _modelled(
         Duration(
             algorithm="send",
             latency=line.hop + slowest.launch,
             transfer=num_bytes / rate,
             line=line,
-            between=path.between_nodes,
+            where=where,
         )
     )
-    if not topology.curves:
+    if not topology.curves or where == "between regions":
         return cost
     types = [topology.cluster.devices[rank].type.name for rank in (source, target)]
     within: Literal["node", "nodes"] = "nodes" if path.between_nodes else "node"
@@ -213,12 +219,17 @@ def owned_seconds(
 def _rate(topology: Topology, rank: int, ranks: Sequence[int]) -> float:
     """Bytes a second of a rank to many others, and from them: of an adapter of its node, or of its links within."""
     node = topology.cluster.node_of(rank)
-    apart = next((peer for peer in ranks if peer not in node.ranks), None)
+    far = (peer for peer in ranks if topology.cluster.node_of(peer).region != node.region)
+    apart = next(far, None)
+    if apart is None:
+        apart = next((peer for peer in ranks if peer not in node.ranks), None)
     peer = apart if apart is not None else next(peer for peer in ranks if peer != rank)
     path = topology.link(rank, peer)
     own = path.bandwidth
     if apart is not None and node.inter is not None:
         own = node.inter.bandwidth / node.inter.num_adapters
+        if topology.cluster.node_of(peer).region != node.region:
+            own = min(own, path.bandwidth)
     return own * path.kinds[0].efficiency
 
 
@@ -285,7 +296,7 @@ def _modelled(duration: Duration) -> CommunicationCost:
         latency=latency,
         transfer=transfer,
         algorithm=duration.algorithm,
-        bottleneck=f"{duration.line.kind.name} {'between nodes' if duration.between else 'within a node'}",
+        bottleneck=f"{duration.line.kind.name} {duration.where}",
         interval=(
             latency * (1 - LATENCY_ERROR) + transfer * (1 - TRANSFER_ERROR),
             latency * (1 + LATENCY_ERROR) + transfer * (1 + TRANSFER_ERROR),

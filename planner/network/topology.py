@@ -1,8 +1,9 @@
 """Topology of a cluster: the route of a message between two devices, and the resources that a group shares.
 
-A cluster is a tree: devices on the switch of their node and on its network adapters, adapters on the network. It is
-kept as such, so that thousands of devices cost nothing until a pair or a group is asked for. This file knows what
-there is and who shares it; `whale.planner.network.communication` knows how much of it a message gets.
+A cluster is a tree: devices on the switch of their node and on its network adapters, adapters on the network of their
+region, regions on what joins them. It is kept as such, so that thousands of devices cost nothing until a pair or a
+group is asked for. This file knows what there is and who shares it; `whale.planner.network.communication` knows how
+much of it a message gets.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from whale.errors import UsageError
-from whale.ir.cluster import Cluster, Link, Node
+from whale.ir.cluster import Cluster, Link, Node, Region
 from whale.ir.profile import LinkCurve
 from whale.planner.network.curves import curves_between
 from whale.planner.network.links import LinkKind, built_in_links, inter_node_kind, intra_node_kind
@@ -35,8 +37,9 @@ class Path:
         bandwidth: bytes per second of the narrowest part, as the cluster gives it.
         latency: seconds.
         resources: what messages share that name the same: the sender's and the receiver's end, each in its own
-            direction (``rank 3 out``, ``node0 adapter 1 out``, ``node2 adapter 0 in``).
-        kinds: of the links at both ends.
+            direction (``rank 3 out``, ``node0 adapter 1 out``, ``node2 adapter 0 in``), and the ways out of one region
+            and into the other.
+        kinds: of the links at both ends, and of those between regions.
         between_nodes: whether it leaves a node.
     """
 
@@ -97,12 +100,18 @@ class Topology:
                 kinds=(kind, kind),
                 between_nodes=False,
             )
-        ends = [(node, self.inter_link(node)) for node in (here, there)]
+        rates = [end.bandwidth / end.num_adapters for end in map(self.inter_link, (here, there))]
+        kinds = [self.inter_kind(node) for node in (here, there)]
+        if here.region != there.region:
+            for region in (here.region, there.region):
+                assert region is not None
+                rates.append(region.link.bandwidth / self.gateways(region))
+                kinds.append(inter_node_kind(region.link))
         return Path(
-            bandwidth=min(end.bandwidth / end.num_adapters for _, end in ends),
+            bandwidth=min(rates),
             latency=link.latency,
             resources=self.resources(source, target),
-            kinds=tuple(self.inter_kind(node) for node, _ in ends),
+            kinds=tuple(kinds),
             between_nodes=True,
         )
 
@@ -112,8 +121,16 @@ class Topology:
         Raises:
             UsageError: a rank does not exist, or the cluster does not give a node's adapters.
         """
-        within = self.cluster.node_of(source) is self.cluster.node_of(target)
-        return self.end(source, "out", within), self.end(target, "in", within)
+        here, there = self.cluster.node_of(source), self.cluster.node_of(target)
+        return self.ends(source, target, same_node=here is there)
+
+    def ends(self, source: int, target: int, *, same_node: bool) -> tuple[str, ...]:
+        """The same of ranks that stand for such on the *same_node*, or on others."""
+        found = [self.end(source, "out", same_node), self.end(target, "in", same_node)]
+        here, there = self.cluster.node_of(source), self.cluster.node_of(target)
+        if here.region != there.region:
+            found += [self._gateway(here, "out"), self._gateway(there, "in")]
+        return tuple(found)
 
     def end(self, rank: int, way: Literal["out", "in"], within: bool) -> str:
         """The resource by which messages of a rank go out or come in, to others *within* its node or on other nodes."""
@@ -121,6 +138,47 @@ class Topology:
             return f"rank {rank} {way}"
         node = self.cluster.node_of(rank)
         return f"{node.name} adapter {self.adapters(node, (rank,))[0]} {way}"
+
+    def gateways(self, region: Region) -> int:
+        """Ways out of a region, each about as fast as a message can go: its nodes share its link in such parts, in
+        turn, so that a few next to each other have most of it."""
+        return self._regions[region.name][1]
+
+    def _gateway(self, node: Node, way: Literal["out", "in"]) -> str:
+        assert node.region is not None
+        places, count = self._regions[node.region.name]
+        return f"region {node.region.name} gateway {places[node.name] % count} {way}"
+
+    @cached_property
+    def _regions(self) -> dict[str, tuple[dict[str, int], int]]:
+        """For each region by name the place of each of its nodes, and its gateways."""
+        members: dict[Region, list[Node]] = {}
+        for node in self.cluster.nodes:
+            if node.region is not None:
+                members.setdefault(node.region, []).append(node)
+        found = {}
+        for region, nodes in members.items():
+            links = {node.inter for node in nodes if node.inter is not None}
+            adapter = max((link.bandwidth / link.num_adapters for link in links), default=inf)
+            most = min(adapter, inter_node_kind(region.link).max_flow)
+            count = max(1, min(len(nodes), round(region.link.bandwidth / most)))
+            found[region.name] = {node.name: place for place, node in enumerate(nodes)}, count
+        return found
+
+    def spans_regions(self, ranks: Sequence[int]) -> bool:
+        """Whether ranks lie in several regions."""
+        if len(self._regions) < 2:
+            return False
+        nodes = self.cluster.nodes
+        return len({nodes[index].region for index in {self._places[rank][0] for rank in ranks}}) > 1
+
+    def in_regions(self, members: Sequence[Member]) -> dict[Region, int]:
+        """How many ranks of a group lie in each region; none, if all lie in one or the cluster has none."""
+        found: dict[Region, int] = {}
+        for member in members if len(self._regions) > 1 else ():
+            if member.node.region is not None:
+                found[member.node.region] = found.get(member.node.region, 0) + len(member.ranks)
+        return found if len(found) > 1 else {}
 
     def route(self, source: int, target: int) -> tuple[Any, ...]:
         """Key of the route of a message between two ranks: by routes with equal keys, it takes the same time."""
@@ -176,12 +234,14 @@ class Topology:
 
     def sharing(self, ranks: Sequence[int], num_alike: int) -> int:
         """How many of *num_alike* groups like this one communicate over the same nodes' adapters: as many as the node
-        with the least room for another has devices for."""
+        with the least room for another has devices for; between regions all."""
         if num_alike == 1:
             return 1
         counts = Counter(self._places[rank][0] for rank in ranks)
         if len(counts) == 1:
             return 1
+        if self.spans_regions(ranks):
+            return num_alike
         room = min(len(self.cluster.nodes[index].ranks) // count for index, count in counts.items())
         return max(1, min(num_alike, room))
 
@@ -205,7 +265,7 @@ class Topology:
         return tuple(runs)
 
     def kind_of(self, node: Node) -> int:
-        """A number of the kind of a node: nodes of equal links and devices have the same."""
+        """A number of the kind of a node: nodes of a region with equal links and devices have the same."""
         return self._kinds[self._places[node.ranks[0]][0]][0]
 
     @cached_property
@@ -216,13 +276,15 @@ class Topology:
 
     @cached_property
     def _kinds(self) -> list[tuple[int, tuple[str, ...], tuple[int, ...]]]:
-        """A number for each node, equal for nodes of equal links and devices; its devices' types and adapters."""
+        """A number for each node, equal for nodes of a region with equal links and devices; its devices' types and
+        adapters."""
         known: dict[Any, int] = {}
         found = []
         for node in self.cluster.nodes:
             types = tuple(self.cluster.devices[rank].type.name for rank in node.ranks)
             adapters = self.adapters(node, node.ranks) if node.inter is not None else (0,) * len(node.ranks)
-            found.append((known.setdefault((node.intra, node.inter, types), len(known)), types, adapters))
+            look = node.intra, node.inter, node.region, types
+            found.append((known.setdefault(look, len(known)), types, adapters))
         return found
 
     def intra_link(self, node: Node) -> Link:
@@ -266,7 +328,8 @@ class Topology:
 
     @cached_property
     def graph(self) -> nx.Graph:
-        """Devices (their ranks), the switch of each node (its name), its adapters and the network, as a graph.
+        """Devices (their ranks), the switch of each node (its name), its adapters and the network of each region, as a
+        graph.
 
         Edges have ``bandwidth`` (bytes per second) and ``latency`` (seconds); the latencies along a path sum to that
         of a message. Linear in the devices.
@@ -276,6 +339,12 @@ class Topology:
         graph = nx.Graph()
         graph.add_node(NETWORK, kind="switch")
         for node in self.cluster.nodes:
+            network = NETWORK
+            if node.region is not None and node.inter is not None:
+                network = f"region {node.region.name}"
+                graph.add_node(network, kind="switch")
+                further = max(0.0, node.region.link.latency - node.inter.latency) / 2
+                graph.add_edge(network, NETWORK, bandwidth=node.region.link.bandwidth, latency=further)
             graph.add_node(node.name, kind="node")
             graph.add_nodes_from(node.ranks, kind="device")
             if node.intra is not None:
@@ -290,5 +359,5 @@ class Topology:
                     name = f"{node.name} adapter {adapter}"
                     graph.add_node(name, kind="adapter")
                     graph.add_edge(rank, name, bandwidth=each, latency=node.inter.latency / 2)
-                    graph.add_edge(name, NETWORK, bandwidth=each, latency=0.0)
+                    graph.add_edge(name, network, bandwidth=each, latency=0.0)
         return graph

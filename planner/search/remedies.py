@@ -90,19 +90,19 @@ def remedies(
     def fits(prices: CostModel, batch: int) -> bool:
         return time.monotonic() < until and hosts_hold(prices) and look(prices, batch, settings) is not None
 
-    for pool in pools_of(prices.cluster):
+    for type_ in dict.fromkeys(pool.type for pool in pools_of(prices.cluster)):
 
-        def enough(times: int, type_: DeviceType = pool.type) -> bool:
+        def enough(times: int, type_: DeviceType = type_) -> bool:
             return fits(replace(prices, cluster=with_more(prices.cluster, type_, times)), batch)
 
-        own = sum(device.type == pool.type for device in prices.cluster.devices)
-        node = len(with_more(prices.cluster, pool.type, 1).devices) - num
+        own = sum(device.type == type_ for device in prices.cluster.devices)
+        node = len(with_more(prices.cluster, type_, 1).devices) - num
         few = [times for times in MORE if times == 1 or times * node <= num]
         many = [times for multiple in MULTIPLES if (times := (multiple - 1) * own // node) > few[-1]]
         least = _least(few, enough) or _least(many, enough)
         count = node * (least or max(*few, *many))
         if least is not None or time.monotonic() < until:
-            yield least is not None, f"{count} more {'device' if count == 1 else 'devices'} like {pool.type.name}"
+            yield least is not None, f"{count} more {'device' if count == 1 else 'devices'} like {type_.name}"
     if settings.micro_batches is not None and settings.micro_batches < batch:
         micro_batches = look(prices, batch, replace(settings, micro_batches=None))
         if micro_batches is not None:

@@ -346,12 +346,17 @@ class ReplicaTable(MeshSpace):
         return self._sizes[rows]
 
     def _elsewhere(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """A rank on another node, that with the fastest network, or if there is none another rank, as often as *ranks*
-        has some: messages to it are limited by the network of *ranks* alone."""
+        """A rank on another node, of the same region if there is one, that with the fastest network, or if there is
+        none another rank, as often as *ranks* has some: messages to it are limited by the network of *ranks* alone."""
         devices = self.prices.cluster.devices
         home = devices[ranks[0]].node
         others = [pool.ranks[0] for pool in self.pools] + [pool.ranks[-1] for pool in self.pools]
-        far = max((rank for rank in others if devices[rank].node != home), key=self._network, default=None)
+        region = self.prices.cluster.node_of(ranks[0]).region
+
+        def nearness(rank: int) -> tuple[bool, float]:
+            return self.prices.cluster.node_of(rank).region == region, self._network(rank)
+
+        far = max((rank for rank in others if devices[rank].node != home), key=nearness, default=None)
         near = next((rank for rank in others if rank not in ranks), None)
         rank = near if far is None else far
         return () if rank is None else (rank,) * len(ranks)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whale.ir.cluster import Cluster, Device, DeviceType
+from whale.ir.cluster import Cluster, Device, DeviceType, Region
 from whale.planner.cost.stage import CostModel
 from whale.planner.search.problem import Fixed
 
@@ -52,15 +52,17 @@ NEARBY_ROWS = 1_024
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Devices of one type.
+    """Devices of one type in one region.
 
     Attributes:
         type: what they are.
         nodes: their ranks by node, the nodes that have most of them first.
+        region: where they are.
     """
 
     type: DeviceType
     nodes: tuple[tuple[int, ...], ...]
+    region: Region | None = None
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -128,15 +130,19 @@ def degrees_text(tensor: int, expert: int, context: int) -> str:
 
 
 def pools_of(cluster: Cluster, speed: str = "float32") -> tuple[Pool, ...]:
-    """One pool for each device type, the fastest in *speed* first."""
-    found: dict[DeviceType, list[tuple[int, ...]]] = {}
+    """One pool for each device type in each region, the fastest in *speed* first, and of these those of a region in its
+    order."""
+    found: dict[tuple[DeviceType, Region | None], list[tuple[int, ...]]] = {}
     for node in cluster.nodes:
         own: dict[DeviceType, list[int]] = {}
         for type_, ranks in groupby(node.ranks, key=lambda rank: cluster.devices[rank].type):
             own.setdefault(type_, []).extend(ranks)
         for type_, members in own.items():
-            found.setdefault(type_, []).append(tuple(members))
-    pools = [Pool(type=type_, nodes=tuple(sorted(nodes, key=len, reverse=True))) for type_, nodes in found.items()]
+            found.setdefault((type_, node.region), []).append(tuple(members))
+    pools = [
+        Pool(type=type_, nodes=tuple(sorted(nodes, key=len, reverse=True)), region=region)
+        for (type_, region), nodes in found.items()
+    ]
     return tuple(sorted(pools, key=lambda pool: (-pool.type.speed(speed), pool.type.name)))
 
 

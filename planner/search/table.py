@@ -10,6 +10,7 @@ exactly by `whale.planner.search.evaluate`.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise, product
@@ -18,9 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from whale.ir.cluster import Region
 from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.overlap import Beside
 from whale.planner.cost.replicas import gather_seconds, of_kind
+from whale.planner.network.links import inter_node_kind
 from whale.planner.search.mesh_costs import Array, MeshCosts, ReplicaCosts, added_by_sums
 from whale.planner.search.replica_table import ReplicaTable, total
 from whale.planner.search.row_table import BACKWARD, FAR, FORWARD, NEAR, UPDATE
@@ -233,8 +236,33 @@ class CostTable(ReplicaTable):
                 if common > 1e-9:
                     ways = self._both_ways((one, other), (source, target), common, near)
                     found = np.maximum(found, ways)
+            if part := self._far_part(source, target):
+                found = np.maximum(found, self._far_ways((source, target), part * rows))
             self._hops[key] = found.tolist()
         return self._hops[key]
+
+    def _far_part(self, source: Mesh, target: Mesh) -> float:
+        """The least part of the rows that goes from region to region between stages on two meshes."""
+        if len({pool.region for pool in self.pools}) < 2:
+            return 0.0
+        shares: list[Counter[Region | None]] = [Counter(), Counter()]
+        for mesh, own in zip((source, target), shares, strict=True):
+            for pool, count in zip(self.pools, mesh.counts, strict=True):
+                own[pool.region] += count
+        here, there = shares
+        stays = sum(min(here[one] / sum(source.counts), there[one] / sum(target.counts)) for one in here)
+        return max(0.0, round(1 - stays, 9))
+
+    def _far_ways(self, meshes: tuple[Mesh, Mesh], rows: float) -> Array:
+        """Seconds of handing these rows of a micro-batch on from region to region, and of their gradients back: what
+        all devices send goes through one way, the slowest."""
+        source, target = meshes
+        counts = zip(self.pools, source.counts, target.counts, strict=True)
+        links = [pool.region.link for pool, *both in counts if pool.region is not None and any(both)]
+        link = min(links, key=lambda link: link.bandwidth)
+        shares = self.held_shares(source.tensor, target.tensor)
+        sent = self._handed(rows) / (link.bandwidth * inter_node_kind(link).efficiency)
+        return 2 * link.latency + sent * (shares[1] * target.tensor + shares[0] * source.tensor)
 
     def _both_ways(
         self, ends: tuple[ReplicaCosts, ReplicaCosts], meshes: tuple[Mesh, Mesh], common: float, near: bool

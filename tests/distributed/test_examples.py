@@ -203,6 +203,15 @@ def test_parts_of_one_sample_train_as_the_whole_does(size: int, name: str, argum
     assert " equal to 1e-9" in text
 
 
+@pytest.mark.parametrize(("format", "module"), [("hdf5", "h5py"), ("zarr", "zarr")])
+def test_each_rank_reads_its_slab_of_volumes_in_a_file(format: str, module: str) -> None:
+    pytest.importorskip(module, reason=f"volumes in {format} files need {module}")
+    assert len((EXAMPLES / "volumes.py").read_text().splitlines()) < 60
+    text = run(2, "volumes.py", "--format", format)
+    read = [int(voxels) for voxels in re.findall(r"rank 0 read (\d+) of 2560 voxels", text)]
+    assert read == [1280] * 3 and "losses equal those of whole volumes" in text
+
+
 def test_a_ring_keeps_less_than_gathered_keys_and_the_same_loss() -> None:
     lines = re.findall(r"(\w+) +loss (\S+), alone (\S+): keeps (\S+) MiB", run(2, "context_parallel.py"))
     assert [way for way, *_ in lines] == ["gather", "ring", "ulysses"]

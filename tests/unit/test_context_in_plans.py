@@ -20,7 +20,8 @@ from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import LayerVariant, ModelProfile
 from whale.planner.cost.configuration import Configuration
 from whale.planner.cost.estimate import estimate
-from whale.planner.cost.stage import exposed_beside
+from whale.planner.cost.memory import FRAGMENTATION
+from whale.planner.cost.stage import CostModel, exposed_beside
 from whale.planner.search import SearchSettings
 from whale.predict.costs import Costs
 from whale.strategies.profile import profile_model
@@ -109,6 +110,15 @@ def test_an_estimate_is_what_a_compiled_step_of_the_annotation_is_predicted_to_t
     planned = make_plan(model, batch, costs, Options(), rows=1, name="gpt").predicted.prediction
     assert planned.step_seconds == pytest.approx(said.step_seconds, rel=0.05)
     assert max(one.total for one in planned.memory) == pytest.approx(max(one.total for one in said.memory), rel=0.1)
+
+
+def test_the_allocator_reserves_as_much_beyond_the_batch_as_beyond_activations() -> None:
+    cluster = Cluster.homogeneous(1, CARD)
+    profile = profiled(*volumes(size=32, width=4, most=8))
+    costs = [CostModel.of(profile, cluster, precision="fp32", batch=rows) for rows in (0, 4)]
+    none, some = (one.overhead_bytes["card"] for one in costs)
+    assert some - none == pytest.approx((1 + FRAGMENTATION) * 4 * profile.row_bytes)
+    assert profile.row_bytes == 4 * (32**3 + 4)
 
 
 def searched(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 
 import whale
-from whale.data import ShardedLoader, shard_dataset
+from whale.data import ShardedLoader, read_parts, shard_dataset
+from whale.errors import UsageError
 from whale.ir.shares import shares_on_axis
 
 
@@ -245,3 +247,43 @@ def test_other_wrong_arguments() -> None:
         shard_dataset(3, batch_size=2)
     with pytest.raises(TypeError, match="its batches cannot be counted"):
         len(shard_dataset(Stream(4), batch_size=2))
+
+
+# --- parts of samples in files ----------------------------------------------------------------------------------------
+
+
+def test_parts_are_read_as_slices_and_no_more() -> None:
+    read: list[Any] = []
+
+    class Stored:
+        shape = (4, 3, 10, 6)
+
+        def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
+            read.append(index)
+            return volumes[index]
+
+    volumes = np.arange(4 * 3 * 10 * 6).reshape(Stored.shape)
+    parts = (((0, 3),), ((0, 2), (7, 10)), ((4, 6),))
+    found = read_parts(Stored(), parts, at=(2,))
+    assert np.array_equal(found, np.concatenate([volumes[2, :, :2, 4:], volumes[2, :, 7:, 4:]], 1))
+    assert read == [(2, slice(0, 3), slice(0, 2), slice(4, 6)), (2, slice(0, 3), slice(7, 10), slice(4, 6))]
+    assert np.array_equal(read_parts(Stored(), (), at=(1,)), volumes[1])
+    assert np.array_equal(read_parts(Stored(), (((0, 3),), ((2, 5),)), at=(0,), halo=3), volumes[0, :, :8])
+
+
+@pytest.mark.parametrize(
+    ("parts", "halo", "message"),
+    [
+        ((((0, 2),), ((0, 1),), ((0, 1),)), 0, "the array has 3 dims, of which at= takes 1, but the parts are of 3"),
+        ((((0, 5),),), 0, "dim 0 of the sample has 4 elements in the file, but the parts go to 5"),
+        ((((0, 1), (2, 3)),), 1, "read in 2 ranges, which have no halo"),
+    ],
+)
+def test_parts_that_a_file_does_not_have_are_refused(parts: Any, halo: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_parts(np.zeros((2, 4, 6)), parts, at=(0,), halo=halo)
+
+
+def test_a_reader_needs_the_number_of_samples() -> None:
+    with pytest.raises(UsageError, match=r"a Stream has no len\(\): give range\(n\)"):
+        shard_dataset(Stream(4), batch_size=2, reader=lambda index, parts: index)

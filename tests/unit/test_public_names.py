@@ -36,6 +36,7 @@ PUBLIC = {
     "mesh_axis",
     "parallelize",
     "rank",
+    "read_parts",
     "replicate",
     "row_wise",
     "save_checkpoint",

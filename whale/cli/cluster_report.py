@@ -16,7 +16,7 @@ from whale.ir.units import bytes_text, counted
 from whale.planner.catalog import device_types, device_types_with, sources
 from whale.planner.cost.hosts import host_of
 from whale.planner.network.communication import collective
-from whale.planner.network.links import LinkKind
+from whale.planner.network.links import LinkKind, inter_node_kind
 from whale.planner.network.topology import Topology
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _nodes(topology: Topology) -> Iterator[dict[str, Any]]:
     devices = topology.cluster.devices
 
     def links_and_types(node: Node) -> tuple[Any, ...]:
-        return [devices[rank].type.name for rank in node.ranks], node.intra, node.inter, node.host_memory
+        return [devices[rank].type.name for rank in node.ranks], node.intra, node.inter, node.host_memory, node.region
 
     for _, run in groupby(topology.cluster.nodes, key=links_and_types):
         nodes = list(run)
@@ -71,6 +71,12 @@ def _nodes(topology: Topology) -> Iterator[dict[str, Any]]:
             and {
                 **_link(first.inter, topology.inter_kind(first)),
                 "adapters": first.inter.num_adapters,
+                "source": "the file",
+            },
+            "inter_region": first.region
+            and {
+                **_link(first.region.link, inter_node_kind(first.region.link)),
+                "region": first.region.name,
                 "source": "the file",
             },
             "host": {
@@ -155,7 +161,7 @@ def cluster_text(data: dict[str, Any]) -> str:
             link["source"],
         ]
         for entry in data["nodes"]
-        for where in ("intra_node", "inter_node")
+        for where in ("intra_node", "inter_node", "inter_region")
         if (link := entry[where]) is not None
     ]
     hosts = [

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from whale.cli.failures import GivenFailures, failures_data, failures_text, outlook_of
 from whale.cli.files import refuse_same, write_whole
 from whale.cli.options import AT_LEAST_1, note, verbosity_options
 from whale.errors import InputFileError, UsageError
@@ -21,34 +22,70 @@ from whale.planner.simulation.trace import trace_of
 
 if TYPE_CHECKING:
     from whale.ir.workload import Workload
+    from whale.planner.failures import Failures
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--schedule", metavar="NAME", type=click.Choice(SCHEDULES), help="Another schedule than the file's.")
 @click.option("--micro-batches", type=AT_LEAST_1, metavar="M", help="Another number, of the same size.")
+@click.option(
+    "--failures",
+    type=GivenFailures(),
+    metavar="mtbf=5y,save=20s,...",
+    help="What failures leave of a long run: time between failures of a device, time to save; also restart=, repair=, "
+    "every= (between checkpoints) [Daly's], node= (devices that fail together) and spares= (nodes).",
+)
+@click.option(
+    "--fallback",
+    "fallbacks",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="A plan for fewer devices, to which an elastic job changes after a failure; may be repeated.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write a trace for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @verbosity_options
-def simulate(file: Path, schedule: str | None, micro_batches: int | None, output: Path | None, as_json: bool) -> None:
+def simulate(
+    file: Path,
+    schedule: str | None,
+    micro_batches: int | None,
+    failures: Failures | None,
+    fallbacks: tuple[Path, ...],
+    output: Path | None,
+    as_json: bool,
+) -> None:
     """Simulate a step and show what each rank does when, and what it waits for.
 
     FILE is a plan that 'whale plan' made, or a workload: the times of stages and links as JSON.
     """
     from whale.planner.simulation.simulate import simulate as simulate_workload
 
-    refuse_same({"-o": output}, {"FILE": file})
-    workload = read_workload(file)
+    refuse_same({"-o": output}, {"FILE": file, **{f"--fallback {one}": one for one in fallbacks}})
+    if fallbacks and failures is None:
+        raise UsageError("--fallback is a plan after a failure: give --failures too, such as mtbf=5y,save=20s")
+    workload, rows = _read(file)
+    own_micro_batches = workload.micro_batches
     changes = {"schedule": schedule, "micro_batches": micro_batches}
     workload = workload.model_copy(update={name: value for name, value in changes.items() if value is not None})
     timeline = simulate_workload(workload)
     if output is not None:
         write_trace(timeline, output)
+    outlook = None
+    if failures is not None:
+        if rows is not None and micro_batches is not None:
+            rows *= micro_batches / own_micro_batches
+        others = ((str(one), *_read(one)) for one in fallbacks)
+        outlook = outlook_of(failures, workload, timeline.step_seconds, rows, others)
     if as_json:
-        click.echo(json.dumps(as_data(timeline), indent=2))
+        data = as_data(timeline) if outlook is None else {**as_data(timeline), "failures": failures_data(outlook)}
+        click.echo(json.dumps(data, indent=2))
     else:
         width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
         click.echo(as_text(timeline, workload, width))
+        if failures is not None and outlook is not None:
+            click.echo(f"\n{failures_text(failures, outlook, workload.world_size, timeline.step_seconds)}")
 
 
 def read_workload(path: Path) -> Workload:
@@ -57,6 +94,11 @@ def read_workload(path: Path) -> Workload:
     Raises:
         InputFileError: neither, a plan without a workload, or a workload that contradicts itself.
     """
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[Workload, float | None]:
+    """The workload of a file, and the rows of its step if it says so."""
     from whale.ir.document import read_document
     from whale.ir.plan import Plan
     from whale.ir.record import read_record
@@ -74,14 +116,14 @@ def read_workload(path: Path) -> Workload:
             )
         if not plan.prediction_is_current:
             note(f"whale: note: {path} was edited after its workload was computed; the simulation is of the old plan")
-        workload = plan.workload
+        workload, rows = plan.workload, plan.batch
     else:
-        workload = read_record(Workload, document)
+        workload, rows = read_record(Workload, document), None
     try:
         check_workload(workload)
     except UsageError as error:
         raise InputFileError(str(error), path=path) from error
-    return workload
+    return workload, rows
 
 
 def write_trace(timeline: Timeline, path: Path, option: str = "-o") -> None:

@@ -147,7 +147,10 @@ def _place(cache: Path | None, cluster: Cluster, *asked: str) -> Path | None:
     """The file for the plan of a search: of a model and options for devices, whatever the names of their hosts are."""
     if cache is None:
         return None
-    nodes = [(node.ranks, node.intra, node.inter, node.host_memory) for node in cluster.nodes]
+    nodes = [
+        (node.ranks, node.intra, node.inter, node.host_memory, *([] if node.region is None else [node.region]))
+        for node in cluster.nodes
+    ]
     text = repr((nodes, [device.type for device in cluster.devices], asked))
     return cache / f"plan-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 

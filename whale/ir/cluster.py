@@ -24,7 +24,7 @@ from whale.ir.json_text import format_json
 from whale.ir.record import in_words
 from whale.ir.units import PATTERNS, Quantity, parse_quantity
 
-__all__ = ["DTYPES", "Cluster", "Device", "DeviceType", "HostMemory", "Link", "Network", "Node"]
+__all__ = ["DTYPES", "Cluster", "Device", "DeviceType", "HostMemory", "Link", "Network", "Node", "Region"]
 
 DTYPES = ("float64", "float32", "tfloat32", "float16", "bfloat16", "float8")
 """The dtypes for which a speed may be given; ``tfloat32`` is float32 multiplied on NVIDIA's tensor cores."""
@@ -190,9 +190,18 @@ class HostMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Region:
+    """A place with several nodes, far from those of others: its name, and the link from all its nodes together to the
+    other regions."""
+
+    name: str
+    link: Link
+
+
+@dataclass(frozen=True, kw_only=True)
 class Node:
     """One machine: the ranks of its devices, its links within and to other nodes (None: it needs none), its host name,
-    if the file gives it, and its memory."""
+    if the file gives it, its memory, and the region in which it is (None: all nodes are in one place)."""
 
     name: str
     ranks: tuple[int, ...]
@@ -200,6 +209,7 @@ class Node:
     inter: Link | None
     host: str | None = None
     host_memory: HostMemory = HostMemory()
+    region: Region | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,8 +369,8 @@ class Cluster:
         return self._nodes_by_name[self._device(rank).node]
 
     def link(self, first: int, second: int) -> Link:
-        """The link between two ranks in the file: that of their node, or that of the slower of two nodes (with the
-        larger latency), whose adapters all devices of the node share.
+        """The link between two ranks in the file: that of their node, or that of the slower of two nodes, or of their
+        regions (with the largest latency), whose adapters all devices of the node share.
 
         ``whale.planner.network.topology`` computes the bandwidth of a message.
 
@@ -372,6 +382,8 @@ class Cluster:
             links = [here.intra]
         else:
             links = [here.inter, there.inter]
+            if here.region is not None and there.region is not None and here.region != there.region:
+                links += [here.region.link, there.region.link]
         known = [link for link in links if link is not None]
         if len(known) < len(links):
             kind = "intra" if here is there else "inter"
@@ -437,9 +449,14 @@ class _InterNodeLink(_Link):
     network: Network | None = None
 
 
+class _InterRegionLink(_Link):
+    network: Network = "tcp"
+
+
 class _Links(_Table):
     intra_node: _Link | None = None
     inter_node: _InterNodeLink | None = None
+    inter_region: _InterRegionLink | None = None
 
 
 class _HostMemory(_Table):
@@ -454,6 +471,7 @@ class _Node(_Table):
     device: _Name
     name: _Name | None = None
     hosts: Annotated[list[_Name], Field(max_length=MAX_DEVICES)] | None = None
+    region: _Name | None = None
     links: _Links = _Links()
     host_memory: _HostMemory = _HostMemory()
 
@@ -491,6 +509,7 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
     num_nodes = sum(entry.count for entry in file.nodes)
     nodes: list[Node] = []
     devices: list[Device] = []
+    regions = _regions(document, file)
     names: set[str] = set()
     for index, entry in enumerate(file.nodes):
         named = matching_types(entry.device, {name: type_.memory_bytes for name, type_ in types.items()})
@@ -508,6 +527,7 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
                 )
         host_memory = _host_memory(entry.host_memory, file.host_memory)
         hosts: Sequence[str | None] = entry.hosts or [None] * entry.count
+        region = regions.get(entry.region or "")
         if len(hosts) != entry.count or (entry.hosts is None) != (file.nodes[0].hosts is None):
             raise document.error(
                 f"count is {entry.count}, with {len(entry.hosts or ())} hosts; name one for each node of the file, or "
@@ -522,13 +542,46 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
             ranks = tuple(range(len(devices), len(devices) + entry.devices))
             devices += [Device(rank=rank, name=f"{type_.name}:{rank}", type=type_, node=name) for rank in ranks]
             nodes.append(
-                Node(name=name, ranks=ranks, intra=intra, inter=inter, host=hosts[copy], host_memory=host_memory)
+                Node(
+                    name=name,
+                    ranks=ranks,
+                    intra=intra,
+                    inter=inter,
+                    host=hosts[copy],
+                    host_memory=host_memory,
+                    region=region,
+                )
             )
     named = [node.host for node in nodes if node.host is not None]
     if len(set(named)) < len(named):
         twice = next(host for host in named if named.count(host) > 1)
         raise document.error(f"two nodes are on host {twice!r}; a host is one node", ("nodes",))
     return Cluster(nodes=tuple(nodes), devices=tuple(devices))
+
+
+def _regions(document: Document, file: _File) -> dict[str, Region]:
+    """The regions of a file by name, each with its link to the others."""
+    links: dict[str, Link | None] = {}
+    for index, entry in enumerate(file.nodes):
+        if (entry.region is None) != (file.nodes[0].region is None):
+            raise document.error("some nodes are in a region and some in none; give all nodes one", ("nodes", index))
+        if entry.region is not None:
+            link = _link(entry.links.inter_region or file.links.inter_region)
+            if links.setdefault(entry.region, link) != link:
+                raise document.error(
+                    f"the nodes of region {entry.region!r} have other inter_region links than those before; a region "
+                    "has one, of all its nodes together",
+                    ("nodes", index),
+                )
+    if len(links) > 1 and None in links.values():
+        nodes = [entry.region for entry in file.nodes]
+        name = next(name for name, link in links.items() if link is None)
+        raise document.error(
+            f"no inter_region link of region {name!r} is given; add inter_region = {{bandwidth = ..., latency = ...}} "
+            "to [links]",
+            ("nodes", nodes.index(name)),
+        )
+    return {name: Region(name=name, link=link) for name, link in links.items() if link is not None}
 
 
 def _link(given: _Link | None) -> Link | None:
@@ -547,7 +600,12 @@ def _written_node(node: Node, types: set[str]) -> dict[str, Any]:
     if len(types) > 1:
         names = ", ".join(sorted(types))
         raise UsageError(f"node {node.name} has devices of several types ({names}), which no cluster file says")
-    given = (("intra_node", node.intra), ("inter_node", node.inter))
+    region = node.region
+    given = (
+        ("intra_node", node.intra),
+        ("inter_node", node.inter),
+        ("inter_region", None if region is None else region.link),
+    )
     links = {name: _written_link(link) for name, link in given if link is not None}
     memory = node.host_memory
     figures = {"size": memory.size_bytes, "bandwidth": memory.bandwidth, "device_link": memory.device_link}
@@ -556,7 +614,9 @@ def _written_node(node: Node, types: set[str]) -> dict[str, Any]:
     }
     written: dict[str, Any] = {"name": node.name, "devices": len(node.ranks), "device": types.pop()}
     hosts = None if node.host is None else [node.host]
-    return written | {k: v for k, v in (("hosts", hosts), ("links", links), ("host_memory", host)) if v}
+    named = None if region is None else region.name
+    further = (("hosts", hosts), ("region", named), ("links", links), ("host_memory", host))
+    return written | {k: v for k, v in further if v}
 
 
 def _written_link(link: Link) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
-from whale.ir.cluster import Cluster, HostMemory
+from whale.ir.cluster import Cluster, HostMemory, Node
 from whale.ir.files import write_file
 from whale.ir.json_text import format_json
 from whale.ir.module_pattern import ModulePattern
@@ -547,15 +547,15 @@ def cluster_hash(cluster: Cluster) -> str:
     """A hash of nodes, devices and links."""
     types: Mapping[str, Any] = {device.type.name: repr(device.type) for device in cluster.devices}
     nodes = [
-        [node.name, write_ranks(node.ranks), repr(node.intra), repr(node.inter), *_told(node.host_memory)]
-        for node in cluster.nodes
+        [node.name, write_ranks(node.ranks), repr(node.intra), repr(node.inter), *_told(node)] for node in cluster.nodes
     ]
     return hash_of([nodes, dict(types), [device.type.name for device in cluster.devices]])
 
 
-def _told(memory: HostMemory) -> list[str]:
-    """The memory of a node, if something is said of it."""
-    return [] if memory == HostMemory() else [repr(memory)]
+def _told(node: Node) -> list[str]:
+    """The memory and the region of a node, if something is said of them."""
+    told = [] if node.host_memory == HostMemory() else [repr(node.host_memory)]
+    return told if node.region is None else [*told, repr(node.region)]
 
 
 def _shown(shares: Sequence[Share]) -> str:

@@ -13,8 +13,8 @@ from typing import Literal
 
 __all__ = ["PATTERNS", "Quantity", "bytes_text", "counted", "duration_text", "parse_quantity", "time_text"]
 
-Quantity = Literal["memory", "bandwidth", "latency", "speed"]
-"""Read as bytes, bytes per second, seconds and FLOP per second."""
+Quantity = Literal["memory", "bandwidth", "latency", "duration", "speed"]
+"""Read as bytes, bytes per second, seconds (twice) and FLOP per second."""
 
 # Decimal, so that "15 us" is the float 15e-6 and not its neighbour.
 _DECIMAL = {prefix: Decimal(10) ** (3 * power) for power, prefix in enumerate(("", "k", "M", "G", "T", "P", "E"))}
@@ -31,12 +31,20 @@ _UNITS: dict[Quantity, dict[str, Decimal]] = {
         "µs": Decimal("1e-6"),
         "ns": Decimal("1e-9"),
     },
+    "duration": {
+        "s": Decimal(1),
+        "min": Decimal(60),
+        "h": Decimal(3600),
+        "d": Decimal(86400),
+        "y": Decimal(31557600),
+    },
     "speed": {f"{prefix}{unit}": factor for prefix, factor in _DECIMAL.items() for unit in ("FLOP/s", "FLOPS")},
 }
 _EXAMPLES: dict[Quantity, str] = {
     "memory": '"16 GiB"',
     "bandwidth": '"300 GB/s" or "100 Gbit/s"',
     "latency": '"15 us"',
+    "duration": '"20 s" or "5 y"',
     "speed": '"9.3 TFLOP/s"',
 }
 _NUMBER = r"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,3})?"
@@ -58,6 +66,8 @@ def parse_quantity(given: object, quantity: Quantity) -> float:
     True
     >>> parse_quantity("100 Gbit/s", "bandwidth")
     12500000000.0
+    >>> parse_quantity("1.5 h", "duration")
+    5400.0
     """
     example = _EXAMPLES[quantity]
     if not isinstance(given, str):
@@ -73,7 +83,7 @@ def parse_quantity(given: object, quantity: Quantity) -> float:
     value = float(number * factor)
     if not isfinite(value):
         raise ValueError(f"{_short(given)} is too large a {quantity}")
-    if value == 0 and quantity != "latency":
+    if value == 0 and quantity not in ("latency", "duration"):
         raise ValueError(f"a {quantity} of {_short(given)} is useless; it must be positive")
     return value
 

@@ -331,7 +331,7 @@ def _reductions(
     ):
         if (spec.each and last[spec.ranks, spec.stages] != spec.index) or (len(spec.ranks) == 1 and not spec.bounds):
             continue
-        num_alike = _num_alike(compilation, spec)
+        num_alike = _num_alike(compilation, costs, spec)
         size = summed_bytes(compilation, spec, size)
         cost = costs.collective_cost("all_reduce", spec.ranks, size, num_alike)
         seconds = cost.seconds
@@ -365,7 +365,7 @@ def _combinations(compilation: Compilation, costs: Costs) -> Iterator[Reduction]
         num_bytes, seconds = gathers.get((spec.ranks, spec.stages), (0, 0.0))
         if not spec.bounds:
             num_bytes += size
-            seconds += costs.collective("all_gather", spec.ranks, size, _num_alike(compilation, spec))
+            seconds += costs.collective("all_gather", spec.ranks, size, _num_alike(compilation, costs, spec))
         if spec.index in first:
             for products in dot_bytes(len(spec.adasum.replicas), len(spec.adasum.table)):
                 num_bytes += products
@@ -510,7 +510,7 @@ class _Divided:
         for spec, names, size in triples:
             own = dict.fromkeys(spec.ranks, 1.0)
             if spec.bounds:
-                num_alike = _num_alike(compilation, spec)
+                num_alike = _num_alike(compilation, costs, spec)
                 copied, summed = copies.get(spec.index, 0.0), summed_bytes(compilation, spec, size)
                 size_of = {"all_gather": gathered[spec.index], _scattered_by(costs, spec): summed}
                 gather, reduce = (
@@ -644,10 +644,15 @@ class _Divided:
         return [(own[0] / sums[0] if sums[0] else even, own[1] / sums[1] if sums[1] else even) for own in found]
 
 
-def _num_alike(compilation: Compilation, spec: ReduceSpec) -> int:
-    """Sets of ranks that reduce equal gradients at the same time: in a stage, those of all its shards."""
+def _num_alike(compilation: Compilation, costs: Costs, spec: ReduceSpec) -> int:
+    """Sets of ranks that reduce equal gradients at the same time: in a stage, those of all its shards; from region to
+    region those of all stages share a way."""
     sizes = [len(compilation.stages[stage].mesh.ranks) for stage in spec.stages]
-    return max(1, min(sizes) * len(sizes) // len(spec.ranks))
+    alike = max(1, min(sizes) * len(sizes) // len(spec.ranks))
+    if not costs.topology.spans_regions(spec.ranks):
+        return alike
+    groups = {one.mesh.ranks for one in compilation.stages if costs.topology.spans_regions(one.mesh.ranks)}
+    return alike * max(1, len(groups))
 
 
 def _slowdowns(
