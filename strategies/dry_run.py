@@ -216,6 +216,11 @@ def noting_calls(program: LocalProgram) -> tuple[LocalProgram, list[CollectiveCa
     return bound([program], group)[0], calls
 
 
+aten = torch.ops.aten
+
+_SUMS = {aten.add.Tensor, aten.add_.Tensor}
+
+
 class WithoutData(TorchDispatchMode):
     """Computes shapes only: operators that would make or read a tensor with data run on the meta device.
 
@@ -249,6 +254,9 @@ class WithoutData(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("meta")}
         if _have_data(args) or _have_data(kwargs.values()):
             args, kwargs = pytree.tree_map(_blank, args), pytree.tree_map(_blank, kwargs)
+        if func in _SUMS and any(isinstance(x, Tensor) and x.is_sparse for x in args[:2]):  # torch needs their data
+            dense = next((x for x in args[:2] if not x.is_sparse), args[0])
+            return args[0] if func is aten.add_.Tensor else dense.clone()
         known = _known_results(func, args, kwargs) if _returns_its_own(func) else None
         return func(*args, **kwargs) if known is None else known
 
@@ -349,10 +357,12 @@ def _takes_device(func: Any) -> bool:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, and in their lists, in order."""
+    """The tensors among an operator's arguments or results, and in their lists, in order, without sparse ones, which
+    have the memory of those of which they were made."""
     for x in values:
         if isinstance(x, Tensor):
-            yield x
+            if x.layout is torch.strided:
+                yield x
         elif isinstance(x, list | tuple):
             yield from tensors_in(x)
 

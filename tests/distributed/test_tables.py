@@ -17,6 +17,7 @@ import whale
 from tests.distributed.parity import Worlds, cluster_of
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import refusal
+from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.optim import RowWiseAdagrad
 from whale.runtime.launch import World
 
@@ -270,3 +271,28 @@ def own_state(world: World, kind: str) -> float:
 @pytest.mark.parametrize("kind", ["split", "tables on ranks"])
 def test_state_dicts_of_rows_load_on_their_rank(worlds: Worlds, kind: str) -> None:
     assert max(worlds.run(2, own_state, kind)) == 0
+
+
+def placed(world: World, memory_bytes: int) -> tuple[float, int]:
+    """The error of a model whose tables the planner has placed, and the most ranks of a table."""
+    types = [
+        DeviceType.of(f"cpu-{rank}", speed={"float32": 1e9}, memory_bytes=size, memory_bandwidth=1e9)
+        for rank, size in enumerate([memory_bytes, memory_bytes])
+    ]
+    cluster = Cluster.of([("node", type_) for type_ in types], intra=Link(bandwidth=1e9, latency=1e-5))
+    local = Clicks().double()
+    model = copy.deepcopy(local)
+    annotations = whale.place_tables(local, batch(), cluster)
+    whale.annotate(model, annotations)
+    made: Any = whale.parallelize(model, batch(), device="cpu")
+    steps(local, "RowWiseAdagrad", local_step(local)), steps(made, "RowWiseAdagrad", made.train_step)
+    state = made.full_state_dict()
+    error = max(float((state[name] - value).abs().max()) for name, value in local.state_dict().items())
+    return error, max(len(nest[0].strategy.devices.ranks) for key, nest in annotations.items() if key)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("memory_bytes", "most"), [(1 << 20, 1), (12_200, 2)], ids=["whole", "cut"])
+def test_tables_that_the_planner_places_train_as_the_local_ones(worlds: Worlds, memory_bytes: int, most: int) -> None:
+    for error, cut in worlds.run(2, placed, memory_bytes):
+        assert error < 1e-12
+        assert cut == most

@@ -525,7 +525,8 @@ def _embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
     equal rows.
     """
     bound = _bound(node)
-    offsets, weights, padding = bound["offsets"], bound["per_sample_weights"], bound["padding_idx"]
+    offsets, weights = bound["offsets"], bound["per_sample_weights"]
+    padding = -1 if bound.get("padding_idx") is None else bound["padding_idx"]
     bags = _of_bags(bound["indices"], offsets)
     of_weights = None if weights is None else _of_bags(weights, offsets)
     is_mean, is_sum = bound["mode"] == _MEAN_OF_BAG, bound["mode"] == _SUM_OF_BAG
@@ -702,6 +703,8 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.copy.default: _copy,
     aten.arange.default: _arange,
     aten.arange.start: _arange,
+    aten.embedding_bag.default: _embedding_bag,
+    aten.embedding_bag.padding_idx: _embedding_bag,
     aten._embedding_bag.default: _embedding_bag,
     aten.instance_norm.default: _instance_norm,
     aten.conv1d.padding: _convolution,

@@ -51,7 +51,8 @@ class SparseSum:
         own = torch.zeros(size_of_one, dtype=torch.uint8, device=like.device)
         index, values = self._seen(own)
         index.fill_(_NO_ROW)
-        if gradient is not None:
+        self._has_data = transport is dist
+        if gradient is not None and self._has_data:
             found = gradient.coalesce()
             index[: found.values().shape[0]] = found.indices()[0]
             values[: found.values().shape[0]] = found.values()
@@ -64,6 +65,9 @@ class SparseSum:
         """The sum, coalesced, once its work is done. All ranks add the terms in one order, so it is the same on all."""
         pairs = [self._seen(each) for each in self._received.unbind()]
         index, values = (torch.cat(each) for each in zip(*pairs, strict=True))
+        if not self._has_data:  # as many rows as there may be
+            terms = values.to(self.dtype)
+            return torch.sparse_coo_tensor(index.unsqueeze(0), terms, self.shape, check_invariants=False)
         kept = index != _NO_ROW
         rows, terms = index[kept].unsqueeze(0), values[kept].to(self.dtype)
         return torch.sparse_coo_tensor(rows, terms, self.shape, check_invariants=False).coalesce()
