@@ -32,7 +32,7 @@ MOST_ROUNDS = 20
 """Limit on rounds over all tables; each must improve."""
 
 MOST_EXCHANGED = 64
-"""Pairs are exchanged among so many tables at most, the dearest."""
+"""Pairs are exchanged among at most this number of tables, the dearest."""
 
 BETTER = 1e-9
 """The part by which a placement must be faster to be better."""
@@ -120,7 +120,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class _Load(NamedTuple):
-    """What some tables mean for each device: seconds of look-ups, bytes held, bytes sent to others and received."""
+    """The load of each device by some tables: seconds of look-ups, bytes held, bytes sent to others and received."""
 
     seconds: _Floats
     bytes: _Floats
@@ -154,7 +154,7 @@ class _Search:
         return TablePlaces(places=places, seconds=tuple(map(float, seconds)), bytes=tuple(map(float, held)))
 
     def _is_large(self, number: int) -> bool:
-        """Whether a table takes so much memory that it must come first."""
+        """Whether a table takes most of a device, so that it must come first."""
         return bool(self.tables[number].bytes > 0.5 * self.memory.max())
 
     def _load_of(self, number: int, place: TablePlace) -> _Load:

@@ -165,7 +165,7 @@ def _looks_up(reader: fx.Node, table: fx.Node) -> bool:
 
 
 class _Prices:
-    """What tables cost on the devices of a cluster."""
+    """Prices of tables on the devices of a cluster."""
 
     def __init__(self, traced: Traced, cluster: Cluster, precision: str, optimizer: Optimizer) -> None:
         self.traced, self.cluster, self.optimizer = traced, cluster, optimizer
