@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -215,11 +216,16 @@ def noting_calls(program: LocalProgram) -> tuple[LocalProgram, list[CollectiveCa
     return bound([program], group)[0], calls
 
 
+aten = torch.ops.aten
+
+_SUMS = {aten.add.Tensor, aten.add_.Tensor}
+
+
 class WithoutData(TorchDispatchMode):
     """Computes shapes only: operators that would make or read a tensor with data run on the meta device.
 
     A fake tensor does the same and knows its device, but takes ten times as long. Anomaly detection is off inside,
-    because it reads values of gradients.
+    because it reads values of gradients. Sparse gradients have all rows that they may have.
     """
 
     @classmethod
@@ -229,11 +235,14 @@ class WithoutData(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        self._all_rows = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+        self._all_rows.__enter__()
         torch.autograd.set_detect_anomaly(False)
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         torch.autograd.set_detect_anomaly(*self._anomaly)
+        self._all_rows.__exit__(*raised)
         super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -245,6 +254,9 @@ class WithoutData(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("meta")}
         if _have_data(args) or _have_data(kwargs.values()):
             args, kwargs = pytree.tree_map(_blank, args), pytree.tree_map(_blank, kwargs)
+        if func in _SUMS and any(isinstance(x, Tensor) and x.is_sparse for x in args[:2]):  # torch needs their data
+            dense = next((x for x in args[:2] if not x.is_sparse), args[0])
+            return args[0] if func is aten.add_.Tensor else dense.clone()
         known = _known_results(func, args, kwargs) if _returns_its_own(func) else None
         return func(*args, **kwargs) if known is None else known
 
@@ -261,6 +273,10 @@ class _Shape(NamedTuple):
         return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device="meta")
 
 
+class _SparseError(Exception):
+    """A tensor is sparse, and has no strides."""
+
+
 class _Items(NamedTuple):
     """A list of arguments."""
 
@@ -269,8 +285,12 @@ class _Items(NamedTuple):
 
 def _known_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Tensors of the shapes that an operator returns, cached for equal arguments; None if it must be run."""
-    named = tuple((name, _shaped(x)) for name, x in kwargs.items())
-    found = _results(func, tuple(map(_shaped, args)), named, torch.get_default_dtype())
+    try:
+        named = tuple((name, _shaped(x)) for name, x in kwargs.items())
+        given = tuple(map(_shaped, args))
+    except _SparseError:
+        return None
+    found = _results(func, given, named, torch.get_default_dtype())
     if found is None:
         return None
     kind, shapes = found
@@ -291,6 +311,8 @@ def _results(
     result = func(*given, **named)
     results = result if isinstance(result, list | tuple) else (result,)
     tensors = [x for x in results if isinstance(x, Tensor)]
+    if any(x.layout is not torch.strided for x in tensors):
+        return None
     memory = [x.untyped_storage()._cdata for x in tensors]
     others = [x for x in pytree.tree_leaves((given, named)) if isinstance(x, Tensor)]
     if len(set(memory)) < len(memory) or not {x.untyped_storage()._cdata for x in others}.isdisjoint(memory):
@@ -309,6 +331,8 @@ def _results(
 def _shaped(x: Any) -> Any:
     """An argument as a cache key; numbers with their types, because some equal numbers have different types."""
     if isinstance(x, Tensor):
+        if x.layout is not torch.strided:
+            raise _SparseError
         return _Shape(x.shape, x.stride(), x.dtype)
     if isinstance(x, list | tuple):
         return _Items(tuple(map(_shaped, x)))
@@ -333,10 +357,12 @@ def _takes_device(func: Any) -> bool:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, and in their lists, in order."""
+    """The tensors among an operator's arguments or results, and in their lists, in order, without sparse ones, which
+    have the memory of those of which they were made."""
     for x in values:
         if isinstance(x, Tensor):
-            yield x
+            if x.layout is torch.strided:
+                yield x
         elif isinstance(x, list | tuple):
             yield from tensors_in(x)
 

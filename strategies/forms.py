@@ -81,26 +81,51 @@ class VocabularyEmbedding(nn.Module):
     """Look-up in rows ``[start, start + size)`` of a table; other indices give zeros, so the ranks' results add up.
 
     Megatron-LM (Shoeybi et al. 2019, section 3): the vocabulary-parallel embedding. The row of *padding* gets no
-    gradient, on the rank that has it.
+    gradient, on the rank that has it. A *sparse* gradient has the rows that were looked up here, and no others.
     """
 
-    def __init__(self, start: int, size: int, padding: int = -1) -> None:
+    def __init__(self, start: int, size: int, padding: int = -1, sparse: bool = False) -> None:
         super().__init__()
-        self.start, self.size = start, size
+        self.start, self.size, self.sparse = start, size, sparse
         self.padding = padding - start if start <= padding < start + size else -1
 
     def forward(self, weight: Tensor, index: Tensor) -> Tensor:
         """*weight* (size, e), *index* (...) of the whole vocabulary -> (..., e), partial over the ranks."""
         local = index - self.start
         outside = (local < 0) | (local >= self.size)
-        if not self.size:
+        if self.sparse:
+            found = _SparseRows.apply(weight, local.masked_fill(outside, -1), self.padding)
+        elif self.size:
+            found = torch.ops.aten.embedding(weight, local.masked_fill(outside, 0), self.padding)
+        else:
             return weight.new_zeros((*index.shape, weight.shape[1])) + weight.sum()
-        found = torch.ops.aten.embedding(weight, local.masked_fill(outside, 0), self.padding)
         return found.masked_fill(outside.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:
         """Number of local rows."""
         return f"rows {self.start}:{self.start + self.size}"
+
+
+class _SparseRows(torch.autograd.Function):
+    """Rows of a table, those of negative indices with any values, and the sparse gradient of the others."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.padding = weight.shape, padding
+        if not len(weight):
+            return weight.new_zeros((*index.shape, weight.shape[1]))
+        return weight[index.clamp(min=0)]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        own = (index >= 0) & (index != ctx.padding)
+        return (
+            torch.sparse_coo_tensor(index[own].unsqueeze(0), grad[own], ctx.shape, check_invariants=False),
+            None,
+            None,
+        )
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -300,7 +325,8 @@ Built = tuple[nn.Module, tuple[Any, ...]]
 
 def _embedding(call: FormCall) -> Built:
     given = call.arguments
-    return VocabularyEmbedding(call.first, call.length, given["padding_idx"]), (given["weight"], given["indices"])
+    module = VocabularyEmbedding(call.first, call.length, given["padding_idx"], bool(given["sparse"]))
+    return module, (given["weight"], given["indices"])
 
 
 def _cross_entropy(call: FormCall) -> Built:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from whale.checkpoint.load import load_checkpoint
     from whale.checkpoint.save import save_checkpoint, wait_for_checkpoints
     from whale.checkpoint.weights import load_weights
+    from whale.commands.tables import place_tables
     from whale.communication import (
         all_gather,
         all_gather_object,
@@ -68,6 +69,7 @@ __all__ = [
     "local_rank",
     "mesh_axis",
     "parallelize",
+    "place_tables",
     "rank",
     "read_parts",
     "replicate",
@@ -105,6 +107,7 @@ _HOMES = {
     "local_rank": "whale.communication",
     "mesh_axis": "whale.communication",
     "parallelize": "whale.api",
+    "place_tables": "whale.commands.tables",
     "rank": "whale.communication",
     "read_parts": "whale.data",
     "replicate": "whale.annotations",

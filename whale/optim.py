@@ -1,4 +1,4 @@
-"""Optimizers: AdamW in one pass over memory, with the states of torch's."""
+"""Optimizers: AdamW in one pass over memory, with the states of torch's; row-wise Adagrad for embedding tables."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from whale.errors import UsageError
 from whale.runtime.adamw import is_triton, step_runs
 from whale.runtime.adamw_runs import Kind, Run, wide_of
+from whale.runtime.columns import sum_over_columns
 
-__all__ = ["FusedAdamW"]
+__all__ = ["FusedAdamW", "RowWiseAdagrad"]
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -302,6 +303,91 @@ def _follows(first: _Piece, second: _Piece) -> bool:
         )
         for x, y in zip(first.vectors, second.vectors, strict=True)
     )
+
+
+class RowWiseAdagrad(Optimizer):
+    """Adagrad with one state for each row of a table, the sum of the mean squares of its gradients.
+
+    Its states take 1 / columns of the memory of Adagrad's. With a sparse gradient, as ``nn.EmbeddingBag(...,
+    sparse=True)`` has, it reads and writes only the rows that were looked up; a dense one gives the same update. A row
+    that was looked up several times counts with the sum of its gradients, as in FBGEMM's ``EXACT_ROWWISE_ADAGRAD``::
+
+        sum[row] += mean(gradient[row] ** 2)
+        parameter[row] -= lr * gradient[row] / (sqrt(sum[row]) + eps)
+
+    Rows are along the first dim. The state of each parameter is ``sum``, [rows]. Where ranks have some columns of a
+    table each, they add up the squares of each row that was looked up, so that all have the row's state.
+
+    Args:
+        params: as of torch's optimizers.
+        lr: learning rate.
+        eps: is added to the root.
+        initial_accumulator_value: with which each sum starts.
+
+    Raises:
+        UsageError: an argument is negative.
+    """
+
+    joins_columns = True
+    """Ranks that have some columns of a parameter each update them as one that has all of them."""
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-2, eps: float = 1e-10, *, initial_accumulator_value: float = 0.0
+    ) -> None:
+        given = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
+        for name, value in given.items():
+            if not value >= 0:
+                raise UsageError(f"{name} is {value}: it must be at least 0")
+        super().__init__(params, given)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; returns what *closure* does, which computes the loss again."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        own = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        rows = [_Rows.of(p) for p, _ in own]
+        squares = [_squares(each.values) for each in rows]
+        columns = sum_over_columns([p for p, _ in own], squares)
+        for (p, group), each, square, count in zip(own, rows, squares, columns, strict=True):
+            self._update(p, each, square / count, group)
+        return loss
+
+    def _update(self, p: Tensor, rows: _Rows, mean: Tensor, group: Mapping[str, Any]) -> None:
+        if "sum" not in self.state[p]:
+            start = group["initial_accumulator_value"]
+            self.state[p]["sum"] = torch.full(p.shape[:1], start, dtype=p.dtype, device=p.device)
+        sums: Tensor = self.state[p]["sum"]
+        own = (sums if rows.numbers is None else sums[rows.numbers]) + mean
+        step = rows.values / (own.sqrt() + group["eps"]).view(own.shape + (1,) * (p.dim() - own.dim()))
+        if rows.numbers is None:
+            sums.copy_(own)
+            p.add_(step, alpha=-float(group["lr"]))
+        else:  # each row is there once
+            sums[rows.numbers] = own
+            p.index_add_(0, rows.numbers, step, alpha=-float(group["lr"]))
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """The sum of the squares of each row."""
+    return rows.square() if rows.dim() < 2 else rows.square().flatten(1).sum(1)
+
+
+class _Rows(NamedTuple):
+    """Rows of a gradient, and their numbers; None: all of them, in order."""
+
+    values: Tensor
+    numbers: Tensor | None
+
+    @classmethod
+    def of(cls, p: Tensor) -> _Rows:
+        assert p.grad is not None
+        if not p.grad.is_sparse:
+            return cls(p.grad, None)
+        gradient = p.grad.coalesce()
+        return cls(gradient.values(), gradient.indices()[0])
 
 
 # --- states in float32, which torch's optimizers cast to the parameter's number type when they load them --------------

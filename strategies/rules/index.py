@@ -15,7 +15,7 @@ def _embedding(op: Op) -> Rule:
     axes = [OpAxis({0: 1}, {0: rank})]
     if not op.args["scale_grad_by_freq"]:
         axes += [OpAxis({1: d}, {0: d}) for d in range(rank)]
-        axes += [OpAxis({0: 0}, form="vocabulary_embedding", blocked=bool(op.args["sparse"]))]
+        axes += [OpAxis({0: 0}, form="vocabulary_embedding")]
     return Rule(axes=axes)
 
 

@@ -20,6 +20,15 @@ def test_dlrm_holds_every_table_whole_on_one_rank() -> None:
     assert sorted(rows) == [3, 40, 300, 2000, 7000, 7000, 12000, 20000]
 
 
+def test_sparse_tables_are_placed_on_ranks_with_the_losses_of_one() -> None:
+    def said(size: int) -> dict[str, str]:
+        return dict(re.findall(r"has (.*): (.*)", run(size, "sparse_tables.py")))
+
+    together, alone = said(2), said(1)
+    assert len(together) == 2
+    assert {*together.values()} == {*alone.values()}
+
+
 @pytest.mark.parametrize(
     ("size", "arguments", "layers"),
     [(2, (), [[0, 1], [2, 3]]), (4, ("--layers", "3"), [[0], [1, 2], [0], [1, 2]])],

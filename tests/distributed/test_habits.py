@@ -312,32 +312,6 @@ def test_groups_of_models_that_are_gone_are_destroyed(ranks: Two, kind: str) -> 
         assert threads[-1] <= threads[0]
 
 
-class Sparse(nn.Module):
-    """An embedding with sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.embed(x)).square().sum()
-        return found
-
-
-def embed_sparsely(world: World, kind: str) -> str:
-    torch.manual_seed(0)
-    model = Sparse().double()
-    whale.annotate(model, {"": whale.split() if kind == "split" else whale.replicate()})
-    return refusal(lambda: whale.parallelize(model, torch.arange(8).view(4, 2), device="cpu"))
-
-
-@pytest.mark.parametrize("kind", ["replicate", "split"])
-def test_sparse_gradients_are_refused(ranks: Two, kind: str) -> None:
-    for message in ranks.run(embed_sparsely, kind):
-        assert "test_habits.py" in message
-        assert "makes sparse gradients, which ranks do not sum" in message
-
-
 class Ruled(nn.Module):
     """Its forward has an operator without an axis rule."""
 

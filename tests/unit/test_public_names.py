@@ -35,6 +35,7 @@ PUBLIC = {
     "local_rank",
     "mesh_axis",
     "parallelize",
+    "place_tables",
     "rank",
     "read_parts",
     "replicate",

@@ -213,10 +213,15 @@ class _Collector:
             self._add_parts(Key(of, "", name), engine.tensors[name], layout)
 
     def _add_parts(self, key: Key, tensor: Tensor, layout: _Layout) -> None:
-        """Add what this rank writes of a tensor that is divided as a parameter is."""
+        """Add what this rank writes of a tensor that is divided as a parameter is, or as the first dims of one."""
+        rank, written = layout.engine.world.rank, layout.written
         shard = layout.engine.shard(key.name)
-        own = shard.parts[layout.engine.world.rank]
-        for at in layout.written.get(key.name, ()):
+        if tensor.dim() < len(shard.shape):
+            shard = shard.of_first_dims(tensor.dim())
+            held = Held(shard.shape, tensor.element_size(), shard.parts)
+            written, _ = written_by(rank, written_parts({key.name: held}))
+        own = shard.parts[rank]
+        for at in written.get(key.name, ()):
             part = self._elements(taken(tensor, own, at))
             self.found.pieces.append(Piece(key, dtype_name(tensor.dtype, key), shard.shape, at, part))
 
@@ -273,10 +278,12 @@ class _Collector:
     def _add_state(self, key: Key, parameter: Tensor, value: Any, layout: _Layout) -> None:
         """Add a state of a parameter: divided as that is, or written by one rank."""
         engine = layout.engine
-        if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-            self._add_parts(key, value, layout)
-            return
         shard = engine.shard(key.name)
+        if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape[: value.dim()]:
+            is_cut = any(part != shard.whole for part in shard.parts.values())
+            if is_cut or value.dim() == parameter.dim():
+                self._add_parts(key, value, layout)
+                return
         is_scalar = not isinstance(value, (Tensor, list, tuple, dict)) or (
             isinstance(value, Tensor) and not value.dim()
         )

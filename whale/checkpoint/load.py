@@ -384,6 +384,8 @@ class _Loading:
                 tensor = self._tensor(key)
                 on_host = key.state == "step" and not steps_on_device
                 found[key.state] = tensor if on_host else tensor.to(parameter.device)
+            elif shape == shard.shape[: len(shape)]:
+                found[key.state] = self._tensor(key, own[: len(shape)]).to(parameter.device)
             else:
                 raise _Mismatch(
                     f"{key} has shape {shape}, and the parameter {shard.shape}, of which rank {engine.world.rank} has "

@@ -108,6 +108,7 @@ def assemble(
             each=spec.each,
             dtype=getattr(torch, spec.dtype) if spec.dtype else None,
             adasum=combination(spec, names),
+            rows=spec.rows,
         )
         for spec, names in step.buckets
     ]

@@ -192,6 +192,7 @@ class Builder:
             loss_scaler=LossScaler() if self.options.precision == "fp16" else None,
             updates=StepInBackward() if self.options.step_in_backward else None,
             axes=MeshAxes(world, [stage.mesh for stage in compilation.stages], self.made),
+            column_groups={one.ranks: group for one, group in self.groups.items() if one.purpose == "sums of columns"},
         )
         data = self._rank_step(compilation)
         step = self._assemble(self._with_kernels(data, held, example), held)

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from whale.compile.compilation import Compilation
+from whale.graph.values import has_sparse_gradient
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Direction, Edge, StageSpec, box_size
 from whale.runtime.launch import families
 
 __all__ = ["DIRECTIONS", "PURPOSES", "Communicator", "communicators", "message_ranks", "start_up"]
 
-PURPOSES = ("inside stages", "sums of gradients", "gathers of parameters", "forward", "backward")
+PURPOSES = ("inside stages", "sums of gradients", "gathers of parameters", "sums of columns", "forward", "backward")
 """Uses of process groups that must not wait for each other, in the order in which groups are made."""
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -48,6 +49,7 @@ def communicators(compilation: Compilation, *, for_messages: bool) -> tuple[Comm
             for ranks in (spec.ranks, *([] if spec.adasum is None else [spec.adasum.ranks]))
         },
         "gathers of parameters": {unit.spec.ranks for unit in compilation.units},
+        "sums of columns": _columns(compilation),
     }
     if for_messages:
         for direction in DIRECTIONS:
@@ -68,6 +70,17 @@ def _lines(compilation: Compilation) -> set[tuple[int, ...]]:
         axes = compilation.communicating(place)
         found |= {tuple(sorted(stage.mesh.group(axis, rank))) for axis in axes for rank in stage.mesh.ranks}
     return found
+
+
+def _columns(compilation: Compilation) -> set[tuple[int, ...]]:
+    """The ranks that have columns of the same rows of a table with sparse gradients, whose rows have one state."""
+    captured, shards = compilation.captured, compilation.shards()
+    found = set[tuple[int, ...]]()
+    for node in captured.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.parameters and has_sparse_gradient((node, 0)):
+            shard = shards[captured.parameters[node.name]]
+            found |= {shard.ranks_of_columns(rank) for rank in shard.parts}
+    return found - {()}
 
 
 def _has_messages(edge: Edge, direction: Direction) -> bool:

@@ -115,7 +115,6 @@ def compile_traced(
     if options.plan is not None and stored is None:
         options.plan.check_model(traced.hash)
     assignment = _assign(cut, cluster, options, traced.dtype)
-    _check_dense(cut, assignment)
     report = Report()
     stages = _place_stages(traced, cut, assignment, rows, device, report, stored or {})
     rules = rules_of(cut, options)
@@ -437,20 +436,6 @@ def _strategies(graph: TaskGraph) -> list[Strategy]:
     scopes = [*([graph.cut.stage] if graph.cut.stage is not None else []), *graph.cut.outer]
     scopes += [scope for path in dict.fromkeys(graph.scopes.values()) for scope in path]
     return [scope.strategy for scope in scopes]
-
-
-def _check_dense(cut: Partition, assignment: Assignment) -> None:
-    """Refuse sparse gradients where several ranks compute a stage: they are neither summed nor cut."""
-    for graph, spot in zip(cut.stages, assignment.stages, strict=True):
-        for node in graph.nodes if len(spot.device.ranks) > 1 else ():
-            schema = getattr(node.target, "_schema", None)
-            names = [argument.name for argument in schema.arguments] if schema is not None else []
-            place = names.index("sparse") if "sparse" in names else len(node.args)
-            if node.kwargs.get("sparse") or (len(node.args) > place and node.args[place]):
-                raise UsageError(
-                    f"{node.target}{where(node)} makes sparse gradients, which ranks do not sum: make the embedding "
-                    "with sparse=False"
-                )
 
 
 def _request(graph: TaskGraph) -> StageRequest:

@@ -6,8 +6,10 @@ and their timing to the schedule.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from whale.compile.adasum import divisor_of, replicas_of
 from whale.errors import UsageError
 from whale.graph.capture import Captured
-from whale.graph.values import Value, needs_grad, value_name, value_tensor
+from whale.graph.values import Value, has_sparse_gradient, needs_grad, value_name, value_tensor
 from whale.ir.adasum import Adasum
 from whale.ir.cluster import Cluster
 from whale.ir.program import Edge, Gathers, ReduceSpec
@@ -87,6 +89,8 @@ class _Part(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    rows: int = 0
+    """The most rows of which a rank has a gradient, if it is sparse."""
 
 
 def sums_of_gradients(
@@ -120,7 +124,7 @@ def sums_of_gradients(
         for value in stage.stored:
             if value[0].name in captured.parameters and needs_grad(value):
                 readers.setdefault(captured.parameters[value[0].name], []).append((stage, value))
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...], bool, Adasum | None], list[_Part]] = {}
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], bool, Adasum | None, bool], list[_Part]] = {}
     combines = captured.has_loss and any(stage.reduce == "adasum" for stage in stages)
     divisor = divisor_of(captured, stages[0].layout.analysis, stages) if combines else None
     known: dict[Any, list[_Owners]] = {}
@@ -134,6 +138,7 @@ def sums_of_gradients(
                 ranks_of.setdefault((region, copies), []).extend(ranks)
         own = value_tensor(entries[0][1]).dtype
         regions = [region for region, _ in ranks_of]
+        is_sparse = all(has_sparse_gradient(value) for _, value in entries)
         for (region, _), ranks in ranks_of.items():
             together = tuple(sorted(set(ranks)))
             if len(together) > 1 or of_one or all(stage.state_on_host for stage, _ in entries):
@@ -144,8 +149,12 @@ def sums_of_gradients(
                 if combines and len(together) > 1:
                     everyone = [rank for owners in ranks_of.values() for rank in owners]
                     adasum = replicas_of(captured, stages, entries, together, everyone, rows, divisor)
-                part = _Part(name, region_shape(region), own)
-                groups.setdefault((together, sharing, apart, adasum), []).append(part)
+                shape = region_shape(region)
+                read = _rows_read(entries, together, len(rows)) if is_sparse and len(together) > 1 else 0
+                if read:
+                    _check_sum_of_rows(name, [stage for stage, _ in entries], adasum)
+                part = _Part(name, shape, own, min(read, shape[0]))
+                groups.setdefault((together, sharing, apart, adasum, bool(read)), []).append(part)
     specs: list[ReduceSpec] = []
     names: list[tuple[str, ...]] = []
     buckets: dict[tuple[int, tuple[_Part, ...]], list[tuple[str, ...]]] = {}
@@ -154,19 +163,21 @@ def sums_of_gradients(
     # What stages share is ready when the last backward of its first reader is done, embeddings at the end of it:
     # launched first they would keep that stage's own buckets from overlapping that backward.
     tables: dict[tuple[tuple[int, ...], int], dict[str, None]] = {}
-    for (_, _, _, adasum), parts in groups.items():
+    for (_, _, _, adasum, _), parts in groups.items():
         if adasum is not None:
             table = tables.setdefault((adasum.ranks, len(adasum.replicas)), {})
             table.update(dict.fromkeys(part.name for part in parts))
-    for (together, sharing, _, adasum), parts in sorted(groups.items(), key=lambda item: len(item[0][1]) > 1):
+    for (together, sharing, _, adasum, is_sparse), parts in sorted(
+        groups.items(), key=lambda item: len(item[0][1]) > 1
+    ):
         if adasum is not None:
             adasum = replace(adasum, table=tuple(tables[adasum.ranks, len(adasum.replicas)]))
         readers_of = [stage for stage in stages if stage.index in sharing]
         several = len(together) > 1
         is_divided = all(stage.state and (several or stage.state_on_host) for stage in readers_of)
-        links = topology.shape(together), is_divided
+        links = topology.shape(together), is_divided, is_sparse
         if links not in capacities:
-            is_free = not several and not is_divided
+            is_free = (not several and not is_divided) or is_sparse
             capacities[links] = 0 if is_free else bucket_bytes(topology, together, divided=is_divided)
         key = (capacities[links], tuple(parts))
         if key not in buckets:
@@ -174,9 +185,9 @@ def sums_of_gradients(
         divided = [dict[str, Any]() for _ in buckets[key]]
         if is_divided:
             divided = _divided(parts, buckets[key], together, readers_of, len(rows))
-        dtypes = {part.name: part.dtype for part in parts}
+        by_name = {part.name: part for part in parts}
         for bucket, options in zip(buckets[key], divided, strict=True):
-            given = dtypes[bucket[0]]
+            given = by_name[bucket[0]].dtype
             is_other = several and given.is_floating_point and dtype != str(given).removeprefix("torch.")
             options["dtype"] = dtype if is_other else ""
             if adasum is not None and options.get("each"):
@@ -186,9 +197,45 @@ def sums_of_gradients(
                     "micro-batch"
                 )
             options["adasum"] = adasum
+            options["rows"] = by_name[bucket[0]].rows
             specs.append(ReduceSpec(index=len(specs), ranks=together, stages=sharing, **options))
             names.append(bucket)
     return tuple(specs), tuple(names)
+
+
+def _rows_read(entries: Sequence[tuple[PlacedStage, Value]], ranks: Sequence[int], micro_batches: int) -> int:
+    """The most rows of a parameter that one of these ranks looks up in a step; those that it looks up twice count
+    twice."""
+    found = Counter[int]()
+    for stage, (placeholder, _) in entries:
+        for node in [user for user in placeholder.users if user in stage.choices]:
+            indices = stage.layout.analysis.ops[node].operands[1]
+            placements = tuple(choice.inputs[1] for choice in stage.choices[node])
+            for rank in set(ranks).intersection(stage.mesh.ranks):
+                at = stage.mesh.coordinates(rank)
+                for micro_batch in range(micro_batches):
+                    found[rank] += prod(stage.layout.local_shape(indices, placements, (micro_batch, *at)))
+    return max(found.values())
+
+
+def _check_sum_of_rows(name: str, stages: Sequence[PlacedStage], adasum: Adasum | None) -> None:
+    """Refuse ways to sum gradients that have none for sparse ones.
+
+    Raises:
+        UsageError: a stage asks for such.
+    """
+    ways = [
+        *("reduce='adasum'" for _ in stages if adasum is not None),
+        *(f"reduce={stage.reduce!r}" for stage in stages if stage.reduce != "mean"),
+        *(f"offload={stage.offload!r}" for stage in stages if stage.state_on_host),
+        *(f"zero={stage.state.level}" for stage in stages if stage.state is not None and stage.state.level),
+    ]
+    if ways:
+        raise UsageError(
+            f"{name} has sparse gradients, of which ranks exchange the rows that were looked up, but "
+            f"{ways[0]} divides or combines whole gradients: leave it out for the stage of {name}, put "
+            f"{name} into a stage of its own, split it, or make the embedding with sparse=False"
+        )
 
 
 def _divided(

@@ -518,6 +518,59 @@ def _adaptive_mean(graph: fx.Graph, node: fx.Node) -> None:
         _replace(graph, node, mean)
 
 
+def _embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
+    """Express bags of one size, [rows, k] indices, as looked-up rows and their sum or mean.
+
+    Bags that begin where another tensor says stay as they are, and so does their maximum, whose gradient goes to one of
+    equal rows.
+    """
+    bound = _bound(node)
+    offsets, weights = bound["offsets"], bound["per_sample_weights"]
+    padding = -1 if bound.get("padding_idx") is None else bound["padding_idx"]
+    bags = _of_bags(bound["indices"], offsets)
+    of_weights = None if weights is None else _of_bags(weights, offsets)
+    is_mean, is_sum = bound["mode"] == _MEAN_OF_BAG, bound["mode"] == _SUM_OF_BAG
+    results = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
+    if bags is None or (weights is not None and of_weights is None) or not (is_sum or is_mean):
+        return
+    if any(user.users for user in node.users if user not in results):  # which say where bags begin
+        return
+    shape = list(bags.meta["val"].shape)
+    options = (padding, bound["scale_grad_by_freq"], bound["sparse"])
+    with graph.inserting_before(node):
+        found = emit(graph, node, aten.embedding.default, bound["weight"], bags, *options)
+        if of_weights is not None:
+            column = emit(graph, node, aten.reshape.default, of_weights, [*shape, 1])
+            found = emit(graph, node, aten.mul.Tensor, found, column)
+        if padding >= 0:
+            is_padding = emit(graph, node, aten.eq.Scalar, bags, padding)
+            column = emit(graph, node, aten.reshape.default, is_padding, [*shape, 1])
+            found = emit(graph, node, aten.masked_fill.Scalar, found, column, 0.0)
+        total = emit(graph, node, aten.sum.dim_IntList, found, [1])
+        if is_mean and padding < 0:
+            total = emit(graph, node, aten.div.Scalar, total, shape[1])
+        elif is_mean:
+            counted = emit(graph, node, aten.logical_not.default, is_padding)
+            count = emit(graph, node, aten.sum.dim_IntList, counted, [1], True)
+            total = emit(graph, node, aten.div.Tensor, total, emit(graph, node, aten.clamp_min.default, count, 1))
+    for user in list(node.users):
+        _replace(graph, user, total)
+    graph.erase_node(node)
+
+
+_SUM_OF_BAG, _MEAN_OF_BAG = 0, 1
+
+
+def _of_bags(flat: Any, offsets: Any) -> fx.Node | None:
+    """The tensor [rows, k] whose rows are the bags of a flat one; None where bags are others."""
+    if not isinstance(flat, fx.Node) or flat.target is not aten.reshape.default:
+        return None
+    source: Any = flat.args[0]
+    shape = tuple(source.meta["val"].shape)
+    begins = offsets.target is aten.arange.start_step and tuple(offsets.args)
+    return source if len(shape) == 2 and begins == (0, shape[0] * shape[1], shape[1]) else None
+
+
 def _instance_norm(graph: fx.Graph, node: fx.Node) -> None:
     """Express a normalisation by running statistics, which are the same for every row, as a batch norm's."""
     bound = _bound(node)
@@ -650,6 +703,9 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.copy.default: _copy,
     aten.arange.default: _arange,
     aten.arange.start: _arange,
+    aten.embedding_bag.default: _embedding_bag,
+    aten.embedding_bag.padding_idx: _embedding_bag,
+    aten._embedding_bag.default: _embedding_bag,
     aten.instance_norm.default: _instance_norm,
     aten.conv1d.padding: _convolution,
     aten.conv2d.padding: _convolution,

@@ -67,6 +67,22 @@ def needs_grad(value: Value) -> bool:
     return bool(value[0].meta.get("grad")) and (tensor.is_floating_point() or tensor.is_complex())
 
 
+def makes_sparse_gradient(node: fx.Node) -> bool:
+    """Whether an operator makes a sparse gradient of its first operand, of which it reads some rows."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "sparse" not in names:
+        return False
+    place = names.index("sparse")
+    return bool(node.args[place] if len(node.args) > place else node.kwargs.get("sparse"))
+
+
+def has_sparse_gradient(value: Value) -> bool:
+    """Whether the gradient of a parameter is sparse: all that reads it makes sparse ones."""
+    users = value[0].users
+    return bool(users) and all(makes_sparse_gradient(user) and user.args[0] is value[0] for user in users)
+
+
 def output_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     """Whole shapes of a node's outputs; an output that is not a tensor counts as a scalar."""
     val = node.meta.get("val")

@@ -134,6 +134,8 @@ class ReduceSpec:
         each: whether the gradients of each micro-batch are summed when they are made.
         dtype: the number type in which ranks exchange the gradients and sum them, if it is another than theirs.
         adasum: how the gradients of replicas are combined; None: they are summed.
+        rows: the number of rows that each rank sends of the sparse gradient of its one parameter, the most of which one
+            has a gradient; 0: gradients are dense.
     """
 
     index: int
@@ -144,6 +146,7 @@ class ReduceSpec:
     each: bool = False
     dtype: str = ""
     adasum: Adasum | None = None
+    rows: int = 0
 
 
 class Compute(NamedTuple):

@@ -136,6 +136,7 @@ def _fingerprint(
             tuple(known.number("parameter", name) for name in names),
             tuple(known.number("stage", stage) for stage in spec.stages if stage in own),
             len(spec.ranks),
+            spec.rows,
             None if spec.adasum is None else (len(spec.adasum.ranks), *map(len, spec.adasum.replicas)),
             (spec.bounds, spec.ranks.index(rank), spec.gathers, spec.each, units.get(spec.index))
             if spec.bounds

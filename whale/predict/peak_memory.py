@@ -354,6 +354,11 @@ class _Nobody:
             self.live.mark(tensor, "sums")
         return _Done()
 
+    def all_gather_into_tensor(self, whole: Tensor, part: Tensor, **options: Any) -> _Done:
+        self.live.mark(whole, "sums")
+        self.live.mark(part, "sums")
+        return _Done()
+
 
 class _AloneOnProcessors(DryGroup):
     """A group of gloo without other ranks: it sums a copy of what it then scatters (torch, ProcessGroupGloo.cpp)."""
@@ -717,7 +722,7 @@ class _Living(WithoutData):
 
     def leave_out(self, tensor: Tensor) -> None:
         """Do not count a tensor's storage: it is not on the device."""
-        storage = tensor.untyped_storage()
+        storage = _memory_of(tensor)
         key = storage._cdata
         self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key))
 
@@ -736,7 +741,7 @@ class _Living(WithoutData):
 
     def add(self, tensor: Tensor, purpose: str = "activations") -> None:
         """Count a tensor's storage until it is freed."""
-        storage = tensor.untyped_storage()
+        storage = _memory_of(tensor)
         key = storage._cdata
         if key in self._known:
             return
@@ -765,7 +770,7 @@ class _Living(WithoutData):
     def mark(self, tensor: Tensor, purpose: str) -> None:
         """Set the category of a tensor."""
         self.add(tensor)
-        storage = tensor.untyped_storage()
+        storage = _memory_of(tensor)
         key, size = storage._cdata, storage.nbytes()
         self.happens("from", self._purpose[key], size)
         self.happens("to", purpose, size)
@@ -773,11 +778,11 @@ class _Living(WithoutData):
 
     def purpose_of(self, tensor: Tensor) -> str | None:
         """The category of a tensor."""
-        return self._purpose.get(tensor.untyped_storage()._cdata)
+        return self._purpose.get(_memory_of(tensor)._cdata)
 
     def is_new(self, tensor: Tensor) -> bool:
         """Whether a tensor's storage is the last that was made."""
-        return tensor.untyped_storage()._cdata == self._newest
+        return _memory_of(tensor)._cdata == self._newest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {})) if self._fake else self.run(func, args, kwargs or {})
@@ -786,3 +791,8 @@ class _Living(WithoutData):
                 if isinstance(leaf, Tensor):
                     (self.leave_out if self._elsewhere else self.add)(leaf)
         return result
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    """The storage of a tensor; of a sparse one, that of its rows."""
+    return (tensor._values() if tensor.is_sparse else tensor).untyped_storage()

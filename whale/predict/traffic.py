@@ -23,7 +23,16 @@ from whale.ir.program import ReduceSpec, Send, box_size
 from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import dry_run
 
-__all__ = ["Message", "bucket_bytes", "call_bytes", "first_of_tables", "gathered_bytes", "summed_bytes", "traffic"]
+__all__ = [
+    "Message",
+    "bucket_bytes",
+    "call_bytes",
+    "first_of_tables",
+    "gathered_bytes",
+    "kind_of_sum",
+    "summed_bytes",
+    "traffic",
+]
 
 Purpose = Literal["forward", "backward", "gradients", "parameters"]
 
@@ -86,7 +95,7 @@ def traffic(compilation: Compilation, rank: int, clock: RNGPosition | None = Non
     dots = first_of_tables(compilation, rank)
     for spec, size in zip(compilation.reduces, bucket_bytes(compilation), strict=True):
         if rank in spec.ranks and len(spec.ranks) > 1:
-            op = "reduce_scatter" if spec.bounds else "all_reduce"
+            op = "reduce_scatter" if spec.bounds else kind_of_sum(spec)
             summed = summed_bytes(compilation, spec, size)
             if spec.adasum is not None:
                 op = "all_to_all"
@@ -141,12 +150,22 @@ def gathered_bytes(compilation: Compilation) -> dict[int, int]:
     return {unit.spec.index: unit.whole_bytes for unit in compilation.units}
 
 
+def kind_of_sum(spec: ReduceSpec) -> str:
+    """The collective that sums a bucket which every rank has whole."""
+    return "all_gather" if spec.rows else "all_reduce"
+
+
 def summed_bytes(compilation: Compilation, spec: ReduceSpec, size: int) -> int:
-    """The size of a bucket of gradients of *size* bytes as ranks exchange it."""
-    if not spec.dtype:
+    """The size of a bucket of gradients of *size* bytes as ranks exchange it; of a sparse one, that of the rows of all
+    ranks and their indices."""
+    if not spec.dtype and not spec.rows:
         return size
     name = compilation.bucket_parameters[spec.index][0]
-    own = compilation.local_parameters(spec.ranks[0])[name].dtype
+    part = compilation.local_parameters(spec.ranks[0])[name]
+    own = part.dtype
+    if spec.rows:
+        element = _element_bytes(spec.dtype) if spec.dtype else own.itemsize
+        return len(spec.ranks) * spec.rows * (prod(part.shape[1:]) * element + torch.int64.itemsize)
     return size // own.itemsize * _element_bytes(spec.dtype)
 
 

@@ -31,7 +31,7 @@ from whale.planner.network.curves import moving_seconds
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers
 from whale.predict.peak_memory import PeakMemory
-from whale.predict.traffic import bucket_bytes, call_bytes, first_of_tables, gathered_bytes, summed_bytes
+from whale.predict.traffic import bucket_bytes, call_bytes, first_of_tables, gathered_bytes, kind_of_sum, summed_bytes
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["Backward", "workload_of"]
@@ -333,7 +333,7 @@ def _reductions(
             continue
         num_alike = _num_alike(compilation, costs, spec)
         size = summed_bytes(compilation, spec, size)
-        cost = costs.collective_cost("all_reduce", spec.ranks, size, num_alike)
+        cost = costs.collective_cost(kind_of_sum(spec), spec.ranks, size, num_alike)
         seconds = cost.seconds
         if spec.bounds:
             seconds = _to_owners(costs, _scattered_by(costs, spec), spec, size, num_alike, owned)

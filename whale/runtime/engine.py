@@ -78,6 +78,17 @@ class Shard:
         """The part that is all of it."""
         return tuple(((0, size),) for size in self.shape)
 
+    def ranks_of_columns(self, rank: int) -> tuple[int, ...]:
+        """The ranks that have this rank's rows, if some have other columns of them than others; else none."""
+        own = self.parts[rank]
+        alike = [other for other, part in self.parts.items() if part[:1] == own[:1]]
+        return tuple(sorted(alike)) if any(self.parts[other] != own for other in alike) else ()
+
+    def of_first_dims(self, count: int) -> Shard:
+        """Location of a tensor that has only the first dims, such as a state of each row of a table."""
+        parts = {rank: part[:count] for rank, part in self.parts.items()}
+        return replace(self, shape=self.shape[:count], parts=parts)
+
 
 class ReplicaCounts(NamedTuple):
     """The divisors of the losses of replicas: how many there are, that of this rank, and a stage without tasks that
@@ -180,6 +191,7 @@ class Engine:
         precision: in which steps compute, as under ``torch.autocast``; None: in that of the model.
         loss_scaler: keeps a factor of the loss, in float16.
         axes: of the meshes of its stages.
+        column_groups: by their ranks, of those that have columns each of tables with sparse gradients.
         updates: of parameters inside of steps; None: the script's optimizers update them after these.
         floats: arguments of type float, with the first value of each.
         numbers: those that were another number later.
@@ -205,6 +217,7 @@ class Engine:
     axes: MeshAxes | None = None
     updates: StepInBackward | None = None
     floats: dict[str, float] = field(default_factory=dict)
+    column_groups: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
     done: Counter[str] = field(init=False, default_factory=Counter)
@@ -642,7 +655,7 @@ class Engine:
                 continue
             if shard.distinct()[shard.parts[self.world.rank]] != self.world.rank:
                 continue
-            gradients.append(tensor.grad)
+            gradients.append(tensor.grad.coalesce().values() if tensor.grad.is_sparse else tensor.grad)
         found = torch._foreach_norm(gradients, norm_type) if gradients else ()
         kinds: dict[Any, list[Tensor]] = {}
         for norm in found:

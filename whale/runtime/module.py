@@ -215,12 +215,12 @@ class ParallelModule(nn.Module):
         return {name: whole[first] for name, first in engine.aliases.items() if first in whole}
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """All gradients, whole, under the local model's names (a tied parameter once), on every rank."""
+        """All gradients, whole and dense, under the local model's names (a tied parameter once), on every rank."""
         engine = self._whale.engine
         engine.check_gradients_stay("full_gradients")
         trainable = sorted(name for name, shard in engine.shards.items() if shard.trainable)
         local = {
-            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.to_dense()
             for name in trainable
             if (tensor := engine.tensors.get(name)) is not None
         }

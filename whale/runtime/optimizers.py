@@ -35,7 +35,7 @@ from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.stage import part
 from whale.runtime.step_in_backward import twin_of, twins
 
-__all__ = ["attend"]
+__all__ = ["attend", "owners_of"]
 
 LARGEST = 160
 """Size of each dim of the tensors of a trial at most: optimizers that factor matrices leave small ones alone."""
@@ -100,7 +100,7 @@ def _replace_in_torch(name: str, change: Callable[[Callable[..., Any]], Callable
                 setattr(place, alias, changed)
 
 
-def _owners(tensors: Iterable[Tensor]) -> dict[int, tuple[Engine, str]]:
+def owners_of(tensors: Iterable[Tensor]) -> dict[int, tuple[Engine, str]]:
     """Engines and names of tensors, by identity."""
     wanted = {id(tensor) for tensor in tensors}
     return {id(t): (engine, name) for engine in _engines for name, t in engine.tensors.items() if id(t) in wanted}
@@ -134,7 +134,7 @@ def _check(optimizer: Optimizer) -> None:
                 f"the optimizer has {name} of the local model, but this rank trains a part of it: make the optimizer "
                 "after parallelize, from the parallel model's parameters"
             )
-    owners = _owners(parameters)
+    owners = owners_of(parameters)
     engines = dict.fromkeys(engine for engine, _ in owners.values())
     if any(not engine.holds_all or engine.updates is not None for engine in engines):
         try:
@@ -147,7 +147,7 @@ def _check(optimizer: Optimizer) -> None:
 
 def _refuse(optimizer: Optimizer, error: UsageError) -> None:
     """Tell the other ranks, which had no reason to refuse and wait in the next step."""
-    owners = _owners(p for group in optimizer.param_groups for p in group["params"])
+    owners = owners_of(p for group in optimizer.param_groups for p in group["params"])
     engines = list(dict.fromkeys(engine for engine, _ in owners.values()))
     if not engines:  # the rank has no parameters to know the model by
         gc.collect()
@@ -168,11 +168,11 @@ def _attending(add_param_group: Callable[..., None]) -> Callable[..., None]:
             param_group["params"] = own
         add_param_group(self, param_group)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        for engine in {engine for engine, _ in _owners(parameters).values()}:
+        for engine in {engine for engine, _ in owners_of(parameters).values()}:
             if engine.updates is not None:
                 engine.updates.attach(self)
         is_empty = not any(x.numel() for x in parameters) and any(not engine.holds_all for engine in _engines)
-        if self not in _saved and (is_empty or any(_cut(*owner) for owner in _owners(parameters).values())):
+        if self not in _saved and (is_empty or any(_cut(*owner) for owner in owners_of(parameters).values())):
             _saved.add(self)
             self.register_state_dict_post_hook(_wrap_states)
             self.register_load_state_dict_pre_hook(_take_states)
@@ -186,7 +186,7 @@ def _of_local_models(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def of_local_models(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if self.is_enabled() and _owners(parameters):
+        if self.is_enabled() and owners_of(parameters):
             raise UsageError(
                 "the GradScaler would divide gradients by its scale, with which no step has multiplied them: leave it "
                 'out; parallelize(..., precision="fp16") scales the loss inside of the step (model.loss_scaler)'
@@ -221,7 +221,7 @@ def _parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[A
     checkpoints made it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    owners = _owners(parameters)
+    owners = owners_of(parameters)
     for key, parameter in zip(keys, parameters, strict=False):  # torch refuses unequal numbers itself
         engine, name = owners.get(id(parameter), (None, ""))
         if engine is not None and (shard := _cut(engine, name)) is not None:
@@ -233,14 +233,18 @@ def _wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     states = dict(state_dict["state"])
     for number, parameter, engine, _, shard in _parts(optimizer, state_dict):
         states[number] = {
-            key: ShardTensor(value, shard.shape, shard.parts[engine.world.rank])
-            if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
+            key: _shard_tensor(value, shard.of_first_dims(value.dim()), engine.world.rank)
+            if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape[: value.dim()]
             else value
             for key, value in states.get(number, {}).items()
         }
         if not states[number]:
             del states[number]
     return {**state_dict, "state": states}
+
+
+def _shard_tensor(value: Tensor, shard: Shard, rank: int) -> ShardTensor:
+    return ShardTensor(value, shard.shape, shard.parts[rank])
 
 
 def _take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +278,9 @@ def _taken(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             own = shard.parts[engine.world.rank]
             is_whole = own == shard.whole and not isinstance(value, ShardTensor)  # states may have other shapes
             if isinstance(value, Tensor) and value.dim() and not is_whole:
-                if tuple(value.shape) != shard.shape or getattr(value, "intervals", own) != own:
+                of_state = shard.of_first_dims(value.dim())
+                own = of_state.parts[engine.world.rank]
+                if tuple(value.shape) != of_state.shape or getattr(value, "intervals", own) != own:
                     raise UsageError(
                         f"{key} of {name} has shape {tuple(value.shape)}, which is neither whole, of shape "
                         f"{shard.shape}, nor this rank's part: load what optimizer.state_dict() gave on this rank, or "
@@ -316,6 +322,8 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
                 shape = tuple(min(size, LARGEST) for size in shard.shape)
                 own = zip(shard.parts[engine.world.rank], shard.whole, strict=True)
                 cut = [dim for dim, (part, whole) in enumerate(own) if part != whole]
+                if getattr(optimizer, "joins_columns", False):
+                    cut = [dim for dim in cut if not dim]
                 for dim in [*cut, None]:
                     known = samples.get((number, len(shape), dim))
                     if known is None or shape > known[0]:
@@ -459,7 +467,7 @@ def _noted(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def noted(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for engine in dict.fromkeys(engine for engine, _ in _owners(given).values()):
+        for engine in dict.fromkeys(engine for engine, _ in owners_of(given).values()):
             engine.check_gradients_stay(f"{clip.__name__.strip('_')} of torch")
         for engine in [engine for engine in _engines if engine.holds_all] if given else ():
             if any(given[0] is x for x in engine.tensors.values()):

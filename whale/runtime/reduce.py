@@ -25,6 +25,7 @@ from whale.runtime.adasum import Combination, Counts, Terms, combined
 from whale.runtime.failure import Failures
 from whale.runtime.owned import GradientSlot, HeldUnit, Scattered
 from whale.runtime.ranges import named
+from whale.runtime.sparse_sums import SparseSum
 
 __all__ = ["Bucket", "Reducer", "bucketize"]
 
@@ -54,6 +55,7 @@ class Bucket:
         each: whether it is summed in every backward of its stage, and not in the last alone.
         dtype: in which ranks exchange gradients and sum them; None: their own.
         adasum: combines the gradients of replicas; None: they are summed.
+        rows: that ranks exchange of the sparse gradient of its one parameter; 0: gradients are dense.
     """
 
     index: int
@@ -66,6 +68,7 @@ class Bucket:
     each: bool = False
     dtype: torch.dtype | None = None
     adasum: Combination | None = None
+    rows: int = 0
 
     def exchanged(self, total: Tensor) -> Tensor:
         """A vector of gradients, as ranks exchange it."""
@@ -83,6 +86,7 @@ class _Pending:
     places: dict[Holder, Tensor] = field(default_factory=dict)  # of each gradient in it
     exchanged: Tensor | None = None  # the same in the dtype of the sum, if it is another
     work: dist.Work | None = None
+    of_rows: SparseSum | None = None
     own: Tensor | None = None  # sum of this rank's stretch of a unit
     terms: Terms | None = None  # of replicas, to be combined
     started: bool = False  # before its turn
@@ -100,8 +104,9 @@ class Reducer:
     In a step: `begin`; `arm` before a backward of a stage and `finished` after it, for the last one, and for others if
     `sums_each`; `launch` at the latest when the program says so; `finish`. Existing gradients, from a step whose
     gradients are accumulated, are equal on all ranks: the first rank of a bucket adds to them and the others start
-    without, so they count once. They remain the same tensors; new gradients are views of their bucket, in which
-    backwards write them (`place`), so that nothing is copied, and a bucket of accumulated gradients is summed in place.
+    without, so they count once; to sparse ones all ranks add the sum. They remain the same tensors; new gradients are
+    views of their bucket, in which backwards write them (`place`), so that nothing is copied, and a bucket of
+    accumulated gradients is summed in place.
     With an update the parameters of a bucket are updated when its sum is there, and its gradients are freed: at most
     two buckets are on their way at a time.
     *failures* knows which rank this is; *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
@@ -159,7 +164,7 @@ class Reducer:
                         parameter.grad = None
                     elif parameter.grad is not None:
                         self._before[parameter] = parameter.grad
-                        if bucket.adasum is not None or self._failures.rank != min(bucket.ranks):
+                        if bucket.adasum is not None or bucket.rows or self._failures.rank != min(bucket.ranks):
                             parameter.grad = None
 
     def resume(self) -> list[Tensor]:
@@ -255,18 +260,27 @@ class Reducer:
     def _wait(self, pending: _Pending) -> None:
         """Wait for the sum of a bucket."""
         bucket = pending.bucket
-        if pending.work is None:
+        work = pending.work if pending.of_rows is None else pending.of_rows.work
+        if work is None:
             return
         what = f"the sum of gradient bucket {bucket.index} over ranks {list(bucket.ranks)}"
         with named(range_names.WAIT + range_names.BUCKET_SUM, bucket.index):
-            self._failures.wait(pending.work, what, bucket.ranks, blocking=not bucket.parameters[0].is_cuda)
+            self._failures.wait(work, what, bucket.ranks, blocking=not bucket.parameters[0].is_cuda)
         pending.work = None
+        if pending.of_rows is not None:
+            bucket.parameters[0].grad = pending.of_rows.result()
+            pending.of_rows = None
         if pending.exchanged is not None and pending.total is not None:
             pending.total.copy_(pending.exchanged)
             pending.exchanged = None
 
     def _write(self, pending: _Pending) -> None:
         """Write sums to the gradients that were there before the step, where they are not there yet."""
+        if pending.bucket.rows:
+            (parameter,) = pending.bucket.parameters
+            if (before := self._before.get(parameter)) is not None and parameter.grad is not None:
+                parameter.grad = before.add_(parameter.grad)
+            return
         targets, sources = [], []
         for parameter, total in pending.places.items():
             if (before := self._before.get(parameter)) is not None:
@@ -283,7 +297,7 @@ class Reducer:
         """The memory of a parameter's gradient if it has none yet, contiguous and with any values; None if it is in no
         bucket."""
         pending = self._of.get(parameter)
-        if pending is None:
+        if pending is None or pending.bucket.rows:
             return None
         if pending.total is None:
             self._lay_out(pending)
@@ -404,6 +418,9 @@ class Reducer:
         return total
 
     def _sum(self, pending: _Pending) -> None:
+        if pending.bucket.rows:
+            self._sum_rows(pending)
+            return
         total, group = self._total(pending), pending.bucket.group
         if pending.bucket.dtype is not None:
             while len(self._flying_apart) > 1:  # each holds its gradients twice
@@ -411,6 +428,13 @@ class Reducer:
             self._flying_apart.append(pending)
             total = pending.exchanged = pending.bucket.exchanged(total)
         pending.work = self._transport.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+    def _sum_rows(self, pending: _Pending) -> None:
+        bucket, (parameter,) = pending.bucket, pending.bucket.parameters
+        assert bucket.group is not None
+        pending.of_rows = SparseSum(
+            parameter.grad, parameter, bucket.rows, len(bucket.ranks), bucket.group, bucket.dtype, self._transport
+        )
 
     def _total(self, pending: _Pending) -> Tensor:
         """The gradients of a bucket in one vector, with zeros where there are none."""
@@ -427,9 +451,7 @@ class Reducer:
             if gradient is None:
                 place.zero_()
             elif gradient.is_sparse:
-                raise UsageError(
-                    f"bucket {pending.bucket.index}: sparse gradients cannot be summed over ranks; use dense"
-                )
+                place.zero_().add_(gradient)
             elif gradient is not place:
                 targets.append(place)
                 sources.append(gradient)

@@ -1,0 +1,298 @@
+"""Embedding tables with sparse gradients on ranks: sums of looked-up rows, row-wise Adagrad and its checkpoints, each
+equal to the local model's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import whale
+from tests.distributed.parity import Worlds, cluster_of
+from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.two_ranks import refusal
+from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.optim import RowWiseAdagrad
+from whale.runtime.launch import World
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    with worlds_of_a_module() as made:
+        yield made
+
+
+ROWS = (50, 9, 17)
+
+
+class Clicks(nn.Module):
+    """Tables of mixed sizes, of which one skips a padding index and one is looked up twice, and a dense part."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables = nn.ModuleList(
+            [
+                nn.EmbeddingBag(ROWS[0], 6, mode="sum", sparse=sparse),
+                nn.EmbeddingBag(ROWS[1], 6, mode="mean", sparse=sparse, padding_idx=2),
+                nn.Embedding(ROWS[2], 6, sparse=sparse),
+            ]
+        )
+        self.dense = nn.Sequential(nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, ids: Tensor, clicked: Tensor) -> Tensor:
+        bags = [table(ids[:, number] % ROWS[number]) for number, table in enumerate(self.tables)]
+        once = [*bags[:2], bags[2].sum(1), self.tables[2](ids[:, 0, 0] % ROWS[2])]
+        return F.binary_cross_entropy_with_logits(self.dense(torch.cat(once, 1)).squeeze(1), clicked)
+
+
+def batch(rows: int = 10) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(50, (rows, 3, 4), generator=generator)
+    return {"ids": ids, "clicked": torch.rand(rows, generator=generator).round().double()}
+
+
+LAYOUTS: dict[str, Any] = {
+    "replicas": {"": whale.replicate()},
+    "split": {"tables.*": whale.split(), "dense": whale.replicate()},
+    "split twice": {"tables.*": [whale.replicate(2), whale.split(2)], "dense": whale.replicate(4)},
+    "a stage of replicas": {"tables": whale.stage(), "dense": [whale.stage(2), whale.replicate()]},
+    "tables on ranks": {
+        "tables.0": [whale.cluster([0]), whale.stage()],
+        "tables.[1-2]": [whale.cluster([1]), whale.stage()],
+        "dense": [whale.cluster([0, 1]), whale.stage(), whale.replicate()],
+    },
+}
+
+
+def optimizers(model: Any, of_tables: str) -> list[torch.optim.Optimizer]:
+    tables = [p for name, p in model.named_parameters() if name.startswith("tables")]
+    dense = [p for name, p in model.named_parameters() if not name.startswith("tables")]
+    made = RowWiseAdagrad if of_tables == "RowWiseAdagrad" else getattr(torch.optim, of_tables)
+    return [made(tables, lr=0.1), torch.optim.AdamW(dense, lr=0.01)]
+
+
+def steps(model: Any, of_tables: str, train: Any, rows: int = 10) -> list[float]:
+    found, own = [], optimizers(model, of_tables)
+    for _ in range(3):
+        found.append(train(**batch(rows)).item())
+        for optimizer in own:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def local_step(model: nn.Module) -> Any:
+    def step(**given: Tensor) -> Tensor:
+        loss: Tensor = model(**given)
+        loss.backward()
+        return loss
+
+    return step
+
+
+def both(
+    world: World, kind: str, of_tables: str = "RowWiseAdagrad", options: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """The largest differences of losses, gradients and parameters from the local model's."""
+    local = Clicks().double()
+    model = copy.deepcopy(local)
+    whale.annotate(model, LAYOUTS[kind])
+    given = dict(options or {})
+    if "speeds" in given:
+        given["cluster"] = cluster_of(given.pop("speeds"))
+    made: Any = whale.parallelize(model, batch(), device="cpu", timeout_seconds=30, **given)
+    expected = local(**batch())
+    expected.backward()
+    made.train_step(**batch())
+    gradients = made.full_gradients()
+    tables = [p for name, p in made.named_parameters() if name.startswith("tables")]
+    is_sparse = all(p.grad.is_sparse for p in tables if p.grad is not None)
+    own = {name: p.grad.to_dense() for name, p in local.named_parameters() if p.grad is not None}
+    found = {"gradients": max(float((gradients[name] - own[name]).abs().max()) for name in own)}
+    for each in (local, made):
+        each.zero_grad()
+    losses = steps(local, of_tables, local_step(local)), steps(made, of_tables, made.train_step)
+    state = made.full_state_dict()
+    found["losses"] = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    found["parameters"] = max(float((state[k] - v).abs().max()) for k, v in local.state_dict().items())
+    return {**found, "dense": float(not is_sparse)}
+
+
+@pytest.mark.parametrize("of_tables", ["RowWiseAdagrad", "SparseAdam"])
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != "split twice"])
+def test_sparse_tables_train_as_the_local_ones(worlds: Worlds, kind: str, of_tables: str) -> None:
+    for found in worlds.run(3 if kind == "a stage of replicas" else 2, both, kind, of_tables):
+        assert max(found.values()) < 1e-12, found
+
+
+SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "micro-batches": (2, "replicas", {"micro_batches": 5}),
+    "micro-batches of split tables": (2, "split", {"micro_batches": 2}),
+    "mixed devices": (2, "replicas", {"speeds": (1e9, 4e9)}),
+    "split over mixed devices": (2, "split", {"speeds": (1e9, 3e9)}),
+    "three parts": (3, "split", {}),
+    "replicas of parts": (4, "split twice", {}),
+    "bfloat16 sums": (2, "replicas", {"gradient_dtype": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_sparse_tables(worlds: Worlds, name: str) -> None:
+    size, kind, options = SETTINGS[name]
+    for found in worlds.run(size, both, kind, "RowWiseAdagrad", options):
+        bound = 5e-3 if "gradient_dtype" in options else 1e-12
+        assert max(value for key, value in found.items() if key != "parameters" or bound < 1e-3) < bound, found
+
+
+def in_backward(world: World) -> float:
+    local = Clicks().double()
+    model = copy.deepcopy(local)
+    made: Any = whale.parallelize(model, batch(), device="cpu", step_in_backward=True)
+    steps(local, "RowWiseAdagrad", local_step(local)), steps(made, "RowWiseAdagrad", made.train_step)
+    state = made.full_state_dict()
+    return max(float((state[name] - value).abs().max()) for name, value in local.state_dict().items())
+
+
+def test_rows_are_updated_inside_of_the_backward(worlds: Worlds) -> None:
+    assert max(worlds.run(2, in_backward)) < 1e-12
+
+
+def accumulated(world: World) -> tuple[float, bool]:
+    """Gradients of two steps, and whether the second is added to the tensors of the first."""
+    local = Clicks().double()
+    model = copy.deepcopy(local)
+    made: Any = whale.parallelize(model, batch(), device="cpu")
+    tables = [p for name, p in made.named_parameters() if name.startswith("tables")]
+    for rows in (10, 6):
+        local(**batch(rows)).backward()
+    made.train_step(**batch())
+    before = [p.grad for p in tables]
+    made.train_step(**batch(6))
+    own = {name: p.grad.to_dense() for name, p in local.named_parameters() if p.grad is not None}
+    gradients = made.full_gradients()
+    norm = torch.stack([x.norm() for x in own.values()]).norm()
+    error = max(float((gradients[name] - own[name]).abs().max()) for name in own)
+    return max(error, abs(float(made.clip_grad_norm_(1e9) - norm))), all(
+        p.grad is x for p, x in zip(tables, before, strict=True)
+    )
+
+
+def test_sparse_gradients_accumulate_and_have_the_local_norm(worlds: Worlds) -> None:
+    for error, is_same in worlds.run(2, accumulated):
+        assert error < 1e-12
+        assert is_same
+
+
+def refused(world: World, options: dict[str, Any]) -> str:
+    model = Clicks().double()
+    whale.annotate(model, {"": whale.replicate()})
+    return refusal(lambda: whale.parallelize(model, batch(), device="cpu", **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"zero": 1}, "zero=1"), ({"offload": "state"}, "offload"), ({"reduce": "adasum"}, "reduce='adasum'")],
+    ids=str,
+)
+def test_what_divides_or_combines_whole_gradients_is_refused(
+    worlds: Worlds, options: dict[str, Any], says: str
+) -> None:
+    for message in worlds.run(2, refused, options):
+        assert says in message
+        assert "tables." in message
+        assert "sparse=False" in message
+
+
+def saved(world: World, kind: str, folder: str) -> dict[str, Tensor]:
+    """Whole parameters after four steps, in the middle of which a checkpoint is saved."""
+    model = Clicks().double()
+    whale.annotate(model, LAYOUTS[kind])
+    made: Any = whale.parallelize(model, batch(), device="cpu")
+    own = optimizers(made, "RowWiseAdagrad")
+    for number in range(4):
+        if number == 2:
+            whale.save_checkpoint(folder, made, step=number, tables=own[0], dense=own[1])
+            whale.wait_for_checkpoints()
+        made.train_step(**batch())
+        for optimizer in own:
+            optimizer.step()
+            optimizer.zero_grad()
+    return made.full_state_dict()
+
+
+def resumed(world: World, kind: str, folder: str) -> dict[str, Tensor]:
+    """The same of a run that begins in the middle, in another layout."""
+    model = Clicks().double()
+    whale.annotate(model, LAYOUTS[kind])
+    made: Any = whale.parallelize(model, batch(), device="cpu")
+    own = optimizers(made, "RowWiseAdagrad")
+    whale.load_checkpoint(folder, made, tables=own[0], dense=own[1])
+    for _ in range(2):
+        made.train_step(**batch())
+        for optimizer in own:
+            optimizer.step()
+            optimizer.zero_grad()
+    return made.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("replicas", "split"), ("split", "tables on ranks"), ("tables on ranks", "split"), ("split", "replicas")],
+)
+def test_states_of_rows_go_through_checkpoints_into_other_layouts(
+    worlds: Worlds, before: str, after: str, tmp_path: Path
+) -> None:
+    expected = worlds.run(2, saved, before, str(tmp_path))[0]
+    for found in worlds.run(2, resumed, after, str(tmp_path)):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+def own_state(world: World, kind: str) -> float:
+    """The largest difference after an optimizer's state dict was loaded on its rank."""
+    model = Clicks().double()
+    whale.annotate(model, LAYOUTS[kind])
+    made: Any = whale.parallelize(model, batch(), device="cpu")
+    tables, _ = optimizers(made, "RowWiseAdagrad")
+    made.train_step(**batch())
+    tables.step()
+    before = [x["sum"].clone() for x in tables.state.values()]
+    tables.load_state_dict(copy.deepcopy(tables.state_dict()))
+    return max(float((x["sum"] - y).abs().max()) for x, y in zip(tables.state.values(), before, strict=True) if len(y))
+
+
+@pytest.mark.parametrize("kind", ["split", "tables on ranks"])
+def test_state_dicts_of_rows_load_on_their_rank(worlds: Worlds, kind: str) -> None:
+    assert max(worlds.run(2, own_state, kind)) == 0
+
+
+def placed(world: World, memory_bytes: int) -> tuple[float, int]:
+    """The error of a model whose tables the planner has placed, and the most ranks of a table."""
+    types = [
+        DeviceType.of(f"cpu-{rank}", speed={"float32": 1e9}, memory_bytes=size, memory_bandwidth=1e9)
+        for rank, size in enumerate([memory_bytes, memory_bytes])
+    ]
+    cluster = Cluster.of([("node", type_) for type_ in types], intra=Link(bandwidth=1e9, latency=1e-5))
+    local = Clicks().double()
+    model = copy.deepcopy(local)
+    annotations = whale.place_tables(local, batch(), cluster)
+    whale.annotate(model, annotations)
+    made: Any = whale.parallelize(model, batch(), device="cpu")
+    steps(local, "RowWiseAdagrad", local_step(local)), steps(made, "RowWiseAdagrad", made.train_step)
+    state = made.full_state_dict()
+    error = max(float((state[name] - value).abs().max()) for name, value in local.state_dict().items())
+    return error, max(len(nest[0].strategy.devices.ranks) for key, nest in annotations.items() if key)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("memory_bytes", "most"), [(1 << 20, 1), (12_200, 2)], ids=["whole", "cut"])
+def test_tables_that_the_planner_places_train_as_the_local_ones(worlds: Worlds, memory_bytes: int, most: int) -> None:
+    for error, cut in worlds.run(2, placed, memory_bytes):
+        assert error < 1e-12
+        assert cut == most
