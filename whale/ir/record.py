@@ -61,18 +61,21 @@ def read_record(record: type[RecordT], document: Document) -> RecordT:
         return record.model_validate_json(json.dumps(document.value, default=str))
     except ValidationError as error:
         findings = error.errors(include_url=False, include_context=True)
-    places = [finding["loc"] for finding in findings]
+    wrong = [finding["loc"] for finding in findings]
     placed = [
         (finding, _place(finding, document))
-        for finding, at in zip(findings, places, strict=True)
-        # a list is too short, too, if its entries are wrong
-        if finding["type"] != "too_short"
-        or not any(len(at) < len(other) and other[: len(at)] == at for other in places)
+        for finding in findings
+        if finding["type"] != "too_short" or not any(_is_in(other, finding["loc"]) for other in wrong)
     ]
     placed.sort(key=lambda found: (found[0]["type"] != "extra_forbidden", document.line_of(found[1]) or 0))
     first, place = placed[0]
     more = f" (and {len(placed) - 1} more)" if len(placed) > 1 else ""
     raise document.error(_message(first, place, record) + more, place)
+
+
+def _is_in(place: Path, other: Path) -> bool:
+    """Whether a place is a part of another: a list counts as too short, too, if one of its entries is wrong."""
+    return len(other) < len(place) and place[: len(other)] == other
 
 
 def _place(finding: ErrorDetails, document: Document) -> Path:
