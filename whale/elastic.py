@@ -7,11 +7,14 @@ the rest: it searches a plan, loads its newest checkpoint and goes on. This modu
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +43,12 @@ SETTINGS = {
 """Settings of torch's rendezvous, in seconds: how long a machine waits for the least number of them; how long, once
 these are there, for more (torch: 30, which every restart waits); how often a machine says that it is alive, and after
 how many times without it is taken for lost (torch: 15 s in all)."""
+
+HEARD_SECONDS = 3.0
+"""How long a machine that ends the job waits for the others to hear of it: it may have the meeting point."""
+
+_ENDED, _HEARD = "whale/ended", "whale/heard"
+"""Keys of the meeting point's store: why the job ends, and how many machines know it."""
 
 _LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
 
@@ -139,9 +148,15 @@ class Agent:
         closes = True
         try:
             result = agent.run()
+            if agent.ended_by is not None:
+                raise Ended(agent.ended_by)
             if result.is_failed():
-                raise _ended(result.failures, agent.restarts)
-        except SignalException:
+                ended = _ended(result.failures, agent.restarts)
+                agent.tell_others(str(ended))
+                raise ended
+        except SignalException as caught:
+            if self.number is not None:  # no other machine takes its place
+                agent.tell_others(f"it got {signal.Signals(int(caught.sigval)).name}")
             closes = False  # the other machines go on without this one
             raise
         finally:
@@ -155,10 +170,40 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, *, tell: Callable[[str], None]) -> None:
         super().__init__(spec=spec, logs_specs=logs, start_method="spawn", exit_barrier_timeout=60)
         self._tell = tell
+        self._looked = 0.0
         self.restarts = 0
+        self.ended_by: str | None = None
+        """Which other machine has ended the job, and why."""
+
+    def tell_others(self, why: str) -> None:
+        """Let the other machines end the job, too, and wait a little for them to hear it."""
+        group = self._worker_group
+        if group.group_world_size < 2:
+            return
+        with contextlib.suppress(RuntimeError):  # the meeting point may be gone, and then they see that
+            if not self._store.check([_ENDED]):
+                self._store.set(_ENDED, f"machine {group.group_rank} has ended the job: {why}"[:2000])
+            self._store.add(_HEARD, 1)
+            end = time.monotonic() + HEARD_SECONDS
+            while self._store.add(_HEARD, 0) < group.group_world_size and time.monotonic() < end:
+                time.sleep(0.1)
+
+    def _is_ended(self) -> bool:
+        """Whether another machine has ended the job; looked up once a second."""
+        now = time.monotonic()
+        if self._worker_group.group_world_size > 1 and now - self._looked > 1.0:
+            self._looked = now
+            with contextlib.suppress(RuntimeError):
+                if self._store.check([_ENDED]):
+                    self.ended_by = self._store.get(_ENDED).decode(errors="replace")
+                    self._store.add(_HEARD, 1)
+        return self.ended_by is not None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
+        if result.state is not WorkerState.SUCCEEDED and self._is_ended():
+            self._remaining_restarts = 0
+            return RunResult(state=WorkerState.FAILED)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             if any(failure.exitcode in ENDING for failure in result.failures.values()):
                 self._remaining_restarts = 0

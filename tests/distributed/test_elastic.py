@@ -108,6 +108,24 @@ def test_other_failures_are_started_again_as_often_as_allowed(start: Callable[..
     assert "rank 0 ended with exit code 1, after 2 restarts" in (tmp_path / "machine0.txt").read_text()
 
 
+@pytest.mark.parametrize("other", ["waits", "fails"])
+def test_a_machine_with_a_number_ends_the_job_on_all(other: str, start: Callable[..., Machine], tmp_path: Path) -> None:
+    """Ranks of the other machines may not notice that it is gone, or fail and meet nobody."""
+    (tmp_path / "train.py").write_text(
+        "import os, time\n"
+        "open('starts' + os.environ['RANK'], 'a').write('x')\n"
+        "while not (os.path.exists('starts0') and os.path.exists('starts1')): time.sleep(0.05)\n"
+        f"time.sleep(600 if os.environ['RANK'] == '0' and {other == 'waits'} else 0.2)\n"
+        "raise SystemExit(2 if os.environ['RANK'] == '1' else 1)"
+    )
+    options = ("--elastic", "2", "--endpoint", f"127.0.0.1:{port()}", "--max-restarts", "1000")
+    machines = [start(*options, "--machine", str(number), "train.py") for number in (0, 1)]
+    assert [ended(machine) for machine in machines] == [6, 2]
+    said = (tmp_path / "machine0.txt").read_text()
+    assert "machine 1 has ended the job: rank 1 ended with exit code 2; it is not started again" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.slow
 def test_a_job_goes_on_with_the_machines_that_are_there(start: Callable[..., Machine], tmp_path: Path) -> None:
     """3 -> 2 -> 3 machines; then one of them ends the job on all."""
