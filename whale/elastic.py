@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -117,6 +118,11 @@ class Agent:
 
     def _run(self, script: Sequence[str], folder: str) -> None:
         alone = not self.endpoint
+        host = self.endpoint.rpartition(":")[0]
+        try:
+            socket.getaddrinfo(host or None, 0)
+        except OSError:
+            self.tell(f"{host} has no address (yet): is that the machine with the meeting point?")
         if self.number is not None:
             settings: dict[str, Any] = {"rank": self.number, "timeout": SETTINGS["join_timeout"]}
         else:

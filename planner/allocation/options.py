@@ -86,11 +86,15 @@ class Options:
         """The option with these numbers of devices by type; None if there is none.
 
         Raises:
-            UsageError: a type that the cluster does not have.
+            UsageError: a type that the cluster does not have, or not so many of.
         """
-        known = {kind.device_type for kind in self.kinds}
-        if unknown := sorted(set(devices) - known):
-            raise UsageError(f"the cluster has no {unknown[0]}, but {', '.join(sorted(known))}")
+        known: dict[str, int] = {}
+        for kind, number in zip(self.kinds, self.capacity, strict=True):
+            known[kind.device_type] = known.get(kind.device_type, 0) + number
+        if unknown := sorted(set(devices) - known.keys()):
+            raise UsageError(f"devices: the cluster has no {unknown[0]}, but {', '.join(sorted(known))}")
+        if more := sorted(name for name, number in devices.items() if number > known[name]):
+            raise UsageError(f"devices: {devices[more[0]]} {more[0]}, but the cluster has {known[more[0]]}")
         for option, counts in enumerate(self.counts):
             found = dict.fromkeys(known, 0)
             for count, kind in zip(counts, self.kinds, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -107,7 +108,7 @@ def test_the_job_set_is_one_of_the_schema_with_nodes_numbered_in_the_order_of_ra
     document = yaml.safe_load(text)
     assert list(findings(document, SCHEMA)) == []
     jobs = document["spec"]["replicatedJobs"]
-    commands = [job["template"]["spec"]["template"]["spec"]["containers"][0]["command"][2] for job in jobs]
+    commands = [as_kubernetes_reads(job["template"]["spec"]["template"]["spec"]["containers"][0]) for job in jobs]
     assert commands[0] == (
         "exec python -m whale run --elastic 3 --machine $JOB_COMPLETION_INDEX --processes 8 --max-restarts 3 "
         "--endpoint train-g0-0-0.train:29500 train.py --lr 1e-3 'it'\"'\"'s'"
@@ -119,6 +120,22 @@ def test_the_job_set_is_one_of_the_schema_with_nodes_numbered_in_the_order_of_ra
     assert [job["template"]["spec"]["completions"] for job in jobs] == [1, 2]
     selectors = [job["template"]["spec"]["template"]["spec"]["nodeSelector"] for job in jobs]
     assert selectors[1] == {"nvidia.com/gpu.product": "NVIDIA-V100-SXM2-32GB"}
+
+
+def as_kubernetes_reads(container: dict[str, Any]) -> str:
+    """The command of a shell; without escapes, a variable is one that the container does not have."""
+    text: str = container["command"][2]
+    assert not re.search(r"(?<!\$)(\$\$)*\$\(", text)
+    return text.replace("$$", "$")
+
+
+def test_arguments_come_to_a_script_of_kubernetes_as_they_are(tmp_path: Path) -> None:
+    files, arguments = planned(tmp_path, GPUS), ["pa$$word", "$(JOB_COMPLETION_INDEX)", "$HOME", "a b"]
+    options = ("--on", "k8s", "--image", "here/whale:1", "--dry-run")
+    result = CliRunner().invoke(app, ["launch", *files, *options, "--", "train.py", *arguments])
+    container = yaml.safe_load(result.stdout)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    command = as_kubernetes_reads(container["containers"][0])
+    assert shlex.split(command)[-5:] == ["train.py", *arguments]
 
 
 def test_the_schema_finds_a_misspelt_field(tmp_path: Path) -> None:
@@ -170,12 +187,27 @@ def findings(value: Any, schema: dict[str, Any], where: str = "") -> Iterator[st
         (["--on", "slurm", "--option=partition=gpu"], 2, "--option partition=gpu: options of sbatch begin with a dash"),
         (["--on", "slurm", "--feature", "T4=a"], 2, "--feature T4=a: the cluster has no T4, but A100-SXM4-80GB, V100"),
         (["--on", "k8s", "--image", "a", "--name", "Big_Job"], 2, "'Big_Job' is no name for Kubernetes"),
+        (["--on", "k8s", "--image", "a", "--name", "1abc"], 2, "'1abc' is no name for Kubernetes"),
+        (["--on", "k8s", "--image", "a b"], 2, "--image 'a b': no image"),
+        (["--on", "k8s", "--image", ""], 2, "--image '': no image"),
+        (["--on", "k8s", "--image", "a", "--claim", "Bad Name"], 2, "--claim 'Bad Name': no name for Kubernetes"),
+        (["--on", "k8s", "--image", "a", "--feature", f"V100-SXM2-32GB={'x' * 70}"], 2, "is no label of Kubernetes"),
+        (["--on", "slurm", "--feature", "V100-SXM2-32GB=a", "--feature", "V100-SXM2-32GB=b"], 2, "is a already"),
+        (["--on", "slurm", "--", "-x"], 2, "'-x' is no script"),
+        (["--on", "slurm", "--", ""], 2, "'' is no script"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: list[str], code: int, message: str, tmp_path: Path) -> None:
     result = launched(tmp_path, GPUS, *arguments, "--dry-run", "--", "train.py")
     assert (result.exit_code, result.stdout) == (code, "")
     assert message in result.stderr
+
+
+def test_the_plan_and_the_cluster_file_are_not_written_over(tmp_path: Path) -> None:
+    result = launched(tmp_path, GPUS, "--on", "slurm", "-o", str(tmp_path / "cluster.toml"), "--", "train.py")
+    assert result.exit_code == 2
+    assert "cluster.toml is the cluster file; give another file" in result.stderr
+    assert (tmp_path / "cluster.toml").read_text() == GPUS
 
 
 def test_a_script_that_is_not_there_is_not_started(tmp_path: Path) -> None:

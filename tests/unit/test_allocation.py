@@ -122,6 +122,24 @@ def job(number: int, work: float, **others: Any) -> Demand:
     return Demand(number=number, work=work, speeds=np.array([0.0, 1.0, 1.5]), **others)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_three_jobs_share_devices_as_well_as_they_can(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    capacity = (int(rng.integers(1, 4)), int(rng.integers(0, 3)))
+    counts = np.array([(a, b) for a in range(capacity[0] + 1) for b in range(capacity[1] + 1)])
+    jobs = [
+        Demand(
+            number=number,
+            work=float(10 ** rng.uniform(1, 4)),
+            weight=float(10 ** rng.uniform(-1, 1)),
+            speeds=(counts @ [1.0, rng.uniform(0.1, 0.8)]) ** rng.uniform(0.4, 1),
+        )
+        for number in range(3)
+    ]
+    found = simulate(jobs, counts, capacity, LeastCompletion(counts, 10.0), restart_seconds=10.0)
+    assert found.total_seconds == pytest.approx(least_of_all(jobs, counts, capacity, 10.0), rel=1e-9)
+
+
 def test_jobs_restart_when_their_devices_change() -> None:
     found = simulate([job(0, 10), job(1, 30)], ONE_OR_TWO, (2,), equal_shares(ONE_OR_TWO), restart_seconds=2.0)
     assert found.done_seconds == {0: 12.0, 1: pytest.approx(12 + 2 + 20 / 1.5)}
@@ -254,6 +272,13 @@ def test_what_is_wrong_in_a_file_is_named_with_its_line(old: str, new: str, mess
     assert f"{file}:" in str(caught.value)
 
 
+def test_the_only_job_that_is_wrong_is_no_list_without_jobs(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.toml"
+    file.write_text(JOBS[: JOBS.index('[[jobs]]\nname = "short"')].replace("rows = 400_000", "rows = 0"))
+    with pytest.raises(InputFileError, match=r"jobs.toml:7: jobs.0.rows: must be at least 1, not 0$"):
+        Jobs.load(file)
+
+
 def test_larger_batches_need_more_rows_by_the_noise_scale() -> None:
     long, short = Jobs.parse(JOBS).jobs
     assert (long.rows_for(8), long.rows_for(16)) == (400_000, 400_000 * 80 / 72)
@@ -361,10 +386,29 @@ def test_a_job_that_fits_nowhere_is_named(folder: Path, tmp_path: Path) -> None:
     assert "job 'long'" in result.stderr and "fits on no devices" in result.stderr
 
 
-def test_types_that_the_cluster_lacks_are_named(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [("T4 = 1", "the cluster has no T4"), ("cpu-fast = 500", "500 cpu-fast, but the cluster has ")],
+)
+def test_devices_that_the_cluster_lacks_are_named(devices: str, message: str, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text((folder / "model.json").read_text())
-    (tmp_path / "jobs.toml").write_text(JOBS + "devices = {T4 = 1}\n")
+    (tmp_path / "jobs.toml").write_text(JOBS + f"devices = {{{devices}}}\n")
     (tmp_path / "cluster.toml").write_text(MACHINES)
     result = run(tmp_path)
     assert result.exit_code == 2
-    assert "job 'short': devices: the cluster has no T4" in result.stderr
+    assert f"job 'short': devices: {message}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [('precision = "fp7"', "job 'short': precision fp7"), ('model = "no.py:x"', "job 'short': model")],
+)
+def test_what_commands_take_as_options_is_named_as_a_key(line: str, message: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text((folder / "model.json").read_text())
+    head, job, rest = JOBS.partition('name = "short"\n')
+    rest = rest.replace('profile = "model.json"\n', "") if line.startswith("model") else rest
+    (tmp_path / "jobs.toml").write_text(f"{head}{job}{line}\n{rest}")
+    (tmp_path / "cluster.toml").write_text(MACHINES)
+    result = run(tmp_path)
+    assert result.exit_code in (2, 3)
+    assert message in result.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,8 @@ def allocate(jobs_file: Path, cluster_file: str, search_seconds: float, output: 
                 f"job {job.name!r}: unknown optimizer {job.optimizer!r}; use one of {', '.join(OPTIMIZERS)}"
             )
         if job.precision is not None and autocast_of(job.precision) is None:
-            dtype_of(job.precision)  # refuses what no model runs in
+            with _of_job(job):
+                dtype_of(job.precision)  # refuses what no model runs in
     given = {job.name: _profile_file(job, jobs_file.parent) for job in jobs.jobs if job.profile is not None}
     cluster = load_cluster(cluster_file, next(iter(given.values()), None))
     options = options_of(cluster)
@@ -105,18 +107,26 @@ def _captured(job: Job, folder: Path, cluster: Cluster, batch: int) -> SearchedM
 
     assert job.model is not None
     spec = job.model if job.model.startswith("hf:") else str(folder / job.model)
-    loaded = load_model(spec, dict(job.set), batch_size=batch, device="meta")
-    return SearchedModel.of(loaded, None, cluster, job.precision, job.optimizer, (), Options(), rules=False)
+    with _of_job(job):
+        loaded = load_model(spec, dict(job.set), batch_size=batch, device="meta")
+        return SearchedModel.of(loaded, None, cluster, job.precision, job.optimizer, (), Options(), rules=False)
+
+
+@contextmanager
+def _of_job(job: Job) -> Iterator[None]:
+    """Errors name the job, and its keys in place of the options that other commands have for them."""
+    try:
+        yield
+    except WhaleError as error:
+        raise type(error)(f"job {job.name!r}: {str(error).removeprefix('--')}") from error
 
 
 def _held(job: Job, options: Options) -> int:
     """The option that a job has now; none where it is no option, as if the job began."""
     if not job.devices:
         return 0
-    try:
+    with _of_job(job):
         found = options.index(job.devices)
-    except UsageError as error:
-        raise UsageError(f"job {job.name!r}: devices: {error}") from None
     if found is None:
         note(f"job {job.name} has devices that are no whole part of a node or nodes: it will get others")
     return found or 0
@@ -139,12 +149,10 @@ def _speeds(
                 def tell(done: int, all_: int, name: str = job.name) -> None:
                     line.show(time.monotonic() - began, f"{name}: {done} of {all_} numbers of devices")
 
-                try:
+                with _of_job(job):
                     known[same] = speeds_of(
                         job, profiles[job.name], cluster, options, search_seconds=search_seconds, tell=tell
                     )
-                except WhaleError as error:
-                    raise type(error)(f"job {job.name!r}: {error}") from error
             found.append(known[same])
     return found
 

@@ -70,8 +70,13 @@ def launch(
     for option in options:
         if not option.startswith("-"):
             raise UsageError(f"--option {option}: options of sbatch begin with a dash, such as --option=--time=60")
+    if not command[0] or command[0].startswith("-"):
+        raise UsageError(f"{command[0]!r} is no script; give the training script, and its own arguments after it")
+    for file, what in ((plan_file, "the plan"), (Path(cluster_file), "the cluster file")):
+        if output is not None and output.exists() and file.exists() and output.samefile(file):
+            raise UsageError(f"-o {output} is {what}; give another file")
     starts = engine == "local" and output is None and not dry_run
-    if starts and not command[0].startswith("-") and not Path(command[0]).is_file():  # -m is torchrun's own
+    if starts and not Path(command[0]).is_file():
         raise UsageError(f"{command[0]} is no file; give the training script, and its own arguments after it")
     if engine == "k8s" and image is None:
         raise UsageError("--on k8s needs --image, the container that has the script")
@@ -111,5 +116,6 @@ def _features(given: tuple[str, ...], types: set[str]) -> dict[str, str]:
             raise UsageError(f"--feature {text}: write TYPE=NAME, such as {min(types)}=a100")
         if type_ not in types:
             raise UsageError(f"--feature {text}: the cluster has no {type_}, but {', '.join(sorted(types))}")
-        found[type_] = feature
+        if found.setdefault(type_, feature) != feature:
+            raise UsageError(f"--feature {text}: {type_} is {found[type_]} already")
     return found

@@ -134,7 +134,10 @@ def slurm_script(launch: Launch) -> str:
         lines.append(f"#SBATCH --nodes={group.nodes} --ntasks-per-node=1")
         feature = launch.features.get(group.device_type, group.device_type)
         if not re.fullmatch(r"[A-Za-z0-9_.&|*\[\]-]+", feature):
-            raise UsageError(f"{feature!r} is no feature of Slurm; say what its nodes have: --feature {feature!r}=NAME")
+            raise UsageError(
+                f"{feature!r} is no feature of Slurm; say what the nodes of {group.device_type} have: "
+                f"--feature {shlex.quote(group.device_type)}=NAME"
+            )
         lines.append(f"#SBATCH --constraint={feature}")
         if not group.on_processors:
             lines.append(f"#SBATCH --gpus-per-node={group.processes}")
@@ -187,26 +190,38 @@ def job_set(launch: Launch, *, image: str, claim: str | None = None) -> str:
         claim: a volume for checkpoints, which all nodes see, mounted at ``/checkpoints``.
 
     Raises:
-        UsageError: the name is no name for Kubernetes.
+        UsageError: the name of the job, the image, the claim or a device type is none for Kubernetes.
     """
-    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?", launch.name):
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,30}[a-z0-9])?", launch.name):
         raise UsageError(
-            f"{launch.name!r} is no name for Kubernetes: use lower case letters, digits and dashes (--name)"
+            f"{launch.name!r} is no name for Kubernetes: use a lower case letter, then lower case letters, digits and "
+            "dashes (--name)"
         )
+    if not re.fullmatch(r"[\w.:/@-]{1,500}", image, re.ASCII):
+        raise UsageError(f"--image {image!r}: no image; write it as registry/name:tag")
+    if claim is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", claim):
+        raise UsageError(f"--claim {claim!r}: no name for Kubernetes: use lower case letters, digits, dashes and dots")
     jobs = []
     for index, group in enumerate(launch.groups):
         number = f"$(({group.first} + JOB_COMPLETION_INDEX))" if group.first else "$JOB_COMPLETION_INDEX"
         host = f"{launch.name}-g0-0-0.{launch.name}"
+        # Kubernetes reads $$ as $, and $(NAME) as a variable of its own
+        command = f"exec {launch.agent(number, str(group.processes), host, str(PORT))}".replace("$", "$$")
         container: dict[str, object] = {
             "name": "whale",
             "image": image,
-            "command": ["sh", "-c", f"exec {launch.agent(number, str(group.processes), host, str(PORT))}"],
+            "command": ["sh", "-c", command],
         }
         pod: dict[str, object] = {"restartPolicy": "Never", "containers": [container]}
         if group.on_processors:
             container["env"] = [{"name": DEVICE_TYPE, "value": group.device_type}]
         else:
             feature = launch.features.get(group.device_type, f"NVIDIA-{group.device_type}")
+            if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?", feature):
+                raise UsageError(
+                    f"{feature!r} is no label of Kubernetes; say what the nodes of {group.device_type} have: "
+                    f"--feature {shlex.quote(group.device_type)}=LABEL"
+                )
             pod["nodeSelector"] = {"nvidia.com/gpu.product": feature}
             container["resources"] = {"limits": {"nvidia.com/gpu": group.processes}}
         if claim is not None:
