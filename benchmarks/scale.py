@@ -55,7 +55,7 @@ H100, A100, A100_40, V100, L40S = (
     "L40S",
 )
 DOLLARS = {H100: 2.5, A100: 1.6, A100_40: 1.2, V100: 0.6, L40S: 0.9}
-"""Of an hour of a device."""
+"""Price of an hour of a device, assumed."""
 MIXES: Mapping[int, Mapping[str, Mapping[str, float]]] = {
     1: {"north": {H100: 1.0}},
     2: {"north": {H100: 0.5}, "south": {A100: 0.5}},
@@ -65,7 +65,7 @@ MIXES: Mapping[int, Mapping[str, Mapping[str, float]]] = {
 
 FAILURES = Failures(mtbf=5 * YEAR, saving=30.0, restart=180.0, repair=4 * 3600.0, node=8)
 FEWER = (1, 4, 16)
-"""Missing nodes for which an elastic job has plans; fewer where so many are seldom missing."""
+"""Missing nodes for which an elastic job has plans; fewer where as many are seldom missing."""
 
 
 SWEEP = (25, 100, 400, 1_600, 6_400, 25_600)
@@ -178,7 +178,7 @@ def spans(cluster: Cluster, ranks: Sequence[int]) -> bool:
 
 
 def parts_of(stage: Any) -> list[tuple[str, Any]]:
-    """What a stage saves memory by."""
+    """The ways in which a stage saves memory."""
     return [("recompute", stage.recompute), ("zero", stage.level), ("offload", stage.offload)]
 
 
@@ -197,7 +197,7 @@ def run(case: Case, profile_file: Path) -> dict[str, Any]:
 
 
 def after_failures(case: Case, data: Mapping[str, Any], spares: int = 0) -> Outlook:
-    """What failures leave of a run of a case."""
+    """The part of a run of a case that failures leave."""
     given = Failures(**{**vars(FAILURES), "spares": spares})
     return outlook(given, case.devices, [(gone, speed) for gone, speed in data["speeds"]])
 

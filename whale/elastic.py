@@ -179,30 +179,33 @@ class _Agent(LocalElasticAgent):
         self._looked = 0.0
         self.restarts = 0
         self.ended_by: str | None = None
-        """Which other machine has ended the job, and why."""
+        """The machine that has ended the job, if another one has, and its reason."""
+        self._shared: Any = None
+        """The store of the meeting point."""
+        self._num_machines = 1
 
     def tell_others(self, why: str) -> None:
         """Let the other machines end the job, too, and wait a little for them to hear it."""
-        group = self._worker_group
-        if group.group_world_size < 2:
+        if self._num_machines < 2:
             return
         with contextlib.suppress(RuntimeError):  # the meeting point may be gone, and then they see that
-            if not self._store.check([_ENDED]):
-                self._store.set(_ENDED, f"machine {group.group_rank} has ended the job: {why}"[:2000])
-            self._store.add(_HEARD, 1)
+            if not self._shared.check([_ENDED]):
+                number = self._worker_group.group_rank
+                self._shared.set(_ENDED, f"machine {number} has ended the job: {why}"[:2000])
+            self._shared.add(_HEARD, 1)
             end = time.monotonic() + HEARD_SECONDS
-            while self._store.add(_HEARD, 0) < group.group_world_size and time.monotonic() < end:
+            while self._shared.add(_HEARD, 0) < self._num_machines and time.monotonic() < end:
                 time.sleep(0.1)
 
     def _is_ended(self) -> bool:
         """Whether another machine has ended the job; looked up once a second."""
         now = time.monotonic()
-        if self._worker_group.group_world_size > 1 and now - self._looked > 1.0:
+        if self._num_machines > 1 and now - self._looked > 1.0:
             self._looked = now
             with contextlib.suppress(RuntimeError):
-                if self._store.check([_ENDED]):
-                    self.ended_by = self._store.get(_ENDED).decode(errors="replace")
-                    self._store.add(_HEARD, 1)
+                if self._shared.check([_ENDED]):
+                    self.ended_by = self._shared.get(_ENDED).decode(errors="replace")
+                    self._shared.add(_HEARD, 1)
         return self.ended_by is not None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -233,6 +236,7 @@ class _Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._tell("waiting for the other machines")
         super()._rendezvous(worker_group)
+        self._shared, self._num_machines = self._store, worker_group.group_world_size or 1
         ranks = [worker.global_rank for worker in worker_group.workers]
         self._tell(
             f"{worker_group.group_world_size} machines with {worker_group.workers[0].world_size} ranks have met; "

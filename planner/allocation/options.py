@@ -86,7 +86,7 @@ class Options:
         """The option with these numbers of devices by type; None if there is none.
 
         Raises:
-            UsageError: a type that the cluster does not have, or not so many of.
+            UsageError: a type that the cluster does not have, or fewer of it than given.
         """
         known: dict[str, int] = {}
         for kind, number in zip(self.kinds, self.capacity, strict=True):

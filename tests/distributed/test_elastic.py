@@ -110,7 +110,7 @@ def test_other_failures_are_started_again_as_often_as_allowed(start: Callable[..
 
 @pytest.mark.parametrize("other", ["waits", "fails"])
 def test_a_machine_with_a_number_ends_the_job_on_all(other: str, start: Callable[..., Machine], tmp_path: Path) -> None:
-    """Ranks of the other machines may not notice that it is gone, or fail and meet nobody."""
+    """Ranks of the other machines may not notice that it is gone, or fail and start again without it."""
     (tmp_path / "train.py").write_text(
         "import os, time\n"
         "open('starts' + os.environ['RANK'], 'a').write('x')\n"

@@ -109,7 +109,7 @@ def launch(
 
 
 def _features(given: tuple[str, ...], types: set[str]) -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for text in given:
         type_, equals, feature = text.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z0-9_.&|\[\]*-]+", feature):
