@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import whale
 from whale.checkpoint import folder as folders
-from whale.checkpoint.format import Key, step_name
+from whale.checkpoint.format import Key, is_step_name, step_name
 from whale.checkpoint.owners import Held, written_parts
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.values import decoded, encoded
@@ -408,25 +408,36 @@ def test_values_come_back_as_they_were() -> None:
     assert back == state and isinstance(back[3]["deep"], Counter) and type(back["$name"]) is float
 
 
+class Odd:
+    """An object of a script, with any state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 def test_what_files_cannot_hold_is_named(tmp_path: Path) -> None:
     model, _ = run_of()
-
-    class Odd:
-        def __init__(self, state: Any) -> None:
-            self.state = state
-
-        def state_dict(self) -> Any:
-            return self.state
-
-        def load_state_dict(self, state: Any) -> None:
-            self.state = state
-
     deep: Any = []
     for _ in range(100):
         deep = [deep]
     for value, said in ((object(), r"odd\['x'\] is a object"), (deep, "levels"), (lambda: 0, "is a function")):
         with pytest.raises(UsageError, match=said):
             whale.save_checkpoint(tmp_path, model, step=1, odd=Odd({"x": value}))
+    name = os.fsdecode(b"caf\xe9.txt")
+    for state, said in (
+        ({"x": [name]}, r"odd\['x'\]\[0\] is 'caf\\udce9.txt', which has half of a surrogate pair"),
+        ({name: 1}, r"the key 'caf\\udce9.txt' of odd is .* surrogate pair"),
+        ({1: 1, name: 1}, r"odd\['caf\\udce9.txt'\] is .* surrogate pair"),
+        ({"x": -(10**99)}, r"odd\['x'\] is a number of more than 99 digits"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            whale.save_checkpoint(tmp_path, model, step=1, odd=Odd(state))
     with pytest.raises(UsageError, match="learning_rate is a float; give objects with state_dict"):
         whale.save_checkpoint(tmp_path, model, step=1, learning_rate=0.1)
     foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))])
@@ -598,3 +609,37 @@ def test_a_second_job_does_not_save_to_the_directory(runs: Runs, copy: Path, mon
     os.waitpid(child, 0)
     whale.save_checkpoint(copy, runs.model, step=3, optimizer=runs.optimizer, asynchronous=False)
     assert folders.steps(copy) == [3, 2]
+
+
+def test_steps_that_no_name_has_are_refused(runs: Runs, copy: Path) -> None:
+    for call in (whale.save_checkpoint, whale.load_checkpoint):
+        with pytest.raises(UsageError, match=rf"step={10**18}: it must be at most {10**18 - 1}"):
+            call(copy, runs.model, step=10**18, optimizer=runs.optimizer)
+    whale.save_checkpoint(copy, runs.model, step=10**18 - 1, optimizer=runs.optimizer, asynchronous=False)
+    done = whale.load_checkpoint(copy, runs.model, optimizer=runs.optimizer)
+    assert done is not None and done.step == 10**18 - 1
+    assert not any(map(is_step_name, ("step-000000002", "step-2", f"step-{10**18}")))
+
+
+def test_what_could_not_be_loaded_again_replaces_nothing(
+    runs: Runs, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whale.checkpoint.format.MAX_MANIFEST_BYTES", 10_000)
+    with pytest.raises(
+        CheckpointError, match=r"step 3 .* was not saved: .* bytes in manifest.json, which is read up to"
+    ):
+        whale.save_checkpoint(copy, runs.model, step=3, keep=1, odd=Odd("x" * 10_000), asynchronous=False)
+    monkeypatch.undo()
+    monkeypatch.setattr("whale.ir.json_reader.MAX_JSON_VALUES", 300)
+    with pytest.raises(CheckpointError, match=r"not saved: .*it could not be loaded again: .* more than 300 values"):
+        whale.save_checkpoint(copy, runs.model, step=3, keep=1, odd=Odd([0] * 300), asynchronous=False)
+    assert folders.steps(copy) == [2, 1]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(runs: Runs, copy: Path) -> None:
+    (copy / step_name(2)).rename(copy / step_name(9))
+    said = r"step-00000009 has the checkpoint of step 2: it was renamed or copied; give it the name step-00000002"
+    with pytest.warns(UserWarning, match=said):
+        assert runs.load(copy) == 1
+    with pytest.raises(CheckpointError, match=said):
+        whale.load_checkpoint(copy, runs.model, step=9, optimizer=runs.optimizer)

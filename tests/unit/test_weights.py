@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> No
 def test_of_a_run_the_newest_good_checkpoint_is_taken(saved: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(saved, tmp_path / "runs"))
     for step in (8, 9):
-        shutil.copytree(copy / "step-00000007", copy / f"step-{step:08d}")
+        whale.save_checkpoint(copy, parallel(0), step=step, keep=3, asynchronous=False)
     (copy / "step-00000009" / "manifest.json").unlink()
     file = copy / "step-00000008" / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
@@ -165,7 +165,7 @@ def test_of_a_run_the_newest_good_checkpoint_is_taken(saved: Path, tmp_path: Pat
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         p.name for p in (tmp_path / "whole").iterdir()
     )
-    assert "step-00000008: step 7" in run("checkpoint", "show", copy)  # whose indexes are good
+    assert "step-00000008: step 8" in run("checkpoint", "show", copy)  # whose indexes are good
     assert "manifest.json cannot be read" in run("checkpoint", "verify", copy, code=5)
     shutil.rmtree(copy / "step-00000007")
     assert "has no good checkpoint" in run("export", copy, "-o", tmp_path / "none", code=5)

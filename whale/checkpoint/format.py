@@ -38,6 +38,7 @@ __all__ = [
     "CHUNK_BYTES",
     "DTYPE_BYTES",
     "MANIFEST",
+    "MAX_STEP",
     "VERSION",
     "Group",
     "Index",
@@ -45,6 +46,7 @@ __all__ = [
     "Key",
     "Manifest",
     "Part",
+    "check_manifest",
     "data_name",
     "index_name",
     "index_of",
@@ -76,6 +78,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 """The dtypes of safetensors, with the bytes of an element."""
 
+MAX_STEP = 10**18 - 1
 MAX_RANKS = 1 << 16
 MAX_ELEMENTS = 1 << 50
 MAX_INDEX_BYTES = 1 << 28
@@ -95,7 +98,7 @@ def step_name(step: int) -> str:
 
 def is_step_name(name: str) -> bool:
     """Whether it is the name of a complete checkpoint."""
-    return re.fullmatch(r"step-[0-9]{8,18}", name) is not None
+    return re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,17})", name) is not None
 
 
 def data_name(rank: int) -> str:
@@ -268,7 +271,7 @@ class Manifest(Record):
         versions: of what has written it.
     """
 
-    step: Annotated[int, Field(ge=0, lt=10**18)]
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     indexes: Annotated[tuple[_Digest, ...], Field(min_length=1, max_length=MAX_RANKS)]
     names: dict[_Name, dict[_Name, _Name]]
     optimizers: dict[_Name, _Name] = Field(default_factory=dict)
@@ -357,6 +360,23 @@ def written_manifest(manifest: Manifest) -> str:
     digest = hashlib.sha256(_canonical(content).encode()).hexdigest()
     outer = {"format": "whale-checkpoint", "version": VERSION, "sha256": digest, "content": content}
     return json.dumps(outer, indent=1, allow_nan=False) + "\n"
+
+
+def check_manifest(content: bytes, path: Path) -> None:
+    """Refuse a manifest that would not be read again; older checkpoints are deleted for one that is.
+
+    Raises:
+        CheckpointError: it breaks a limit.
+    """
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"the states of objects have {len(content)} bytes in {path.name}, which is read up to "
+            f"{MAX_MANIFEST_BYTES}: give numbers in tensors"
+        )
+    try:
+        manifest_of(content, path)
+    except CheckpointError as error:
+        raise CheckpointError(f"it could not be loaded again: {error}") from error
 
 
 def parse_manifest(path: Path) -> Manifest:

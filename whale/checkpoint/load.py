@@ -28,7 +28,7 @@ from whale.checkpoint.collect import (
     state_tensor_key,
 )
 from whale.checkpoint.folder import steps
-from whale.checkpoint.format import Group, Index, Intervals, Key, is_step_name, length, step_name, whole
+from whale.checkpoint.format import MAX_STEP, Group, Index, Intervals, Key, is_step_name, length, step_name, whole
 from whale.checkpoint.generators import GeneratorState
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.save import wait_for_checkpoints
@@ -91,7 +91,7 @@ def load_checkpoint(
     """
     check_type("model", model, ParallelModule, "a parallel model, as whale.parallelize returns it")
     if step is not None:
-        check_count("step", step, least=0)
+        check_count("step", step, least=0, most=MAX_STEP)
     return _newest_good(Path(directory).absolute(), sorted_out(model, state), step, strict, _Loading.run)
 
 

@@ -23,10 +23,12 @@ from whale.checkpoint.format import (
     Part,
     data_name,
     index_name,
+    is_step_name,
     length,
     open_file,
     parse_index,
     parse_manifest,
+    step_name,
     whole,
 )
 from whale.errors import CheckpointError
@@ -122,6 +124,11 @@ class Reader:
             raise CheckpointError(f"{folder} is no folder of a checkpoint")
         self.folder = folder
         self.manifest = parse_manifest(folder / MANIFEST)
+        if is_step_name(folder.name) and folder.name != step_name(self.manifest.step):
+            raise CheckpointError(
+                f"{folder} has the checkpoint of step {self.manifest.step}: it was renamed or copied; give it the name "
+                f"{step_name(self.manifest.step)} again"
+            )
         self.indexes: list[Index] = []
         self.parts: dict[Key, list[Placed]] = {}
         self.bytes_read = 0

@@ -24,7 +24,7 @@ import torch
 from whale.arguments import check_count, check_type, known_arguments
 from whale.checkpoint import folder as folders
 from whale.checkpoint.collect import OF_PROCESS, Collected, collect, engine_of, sorted_out
-from whale.checkpoint.format import Manifest, written_manifest
+from whale.checkpoint.format import MANIFEST, MAX_STEP, Manifest, check_manifest, written_manifest
 from whale.checkpoint.staging import Staging
 from whale.checkpoint.writer import write_rank
 from whale.errors import CheckpointError, WhaleError
@@ -66,7 +66,7 @@ def save_checkpoint(
             ``random`` and ``numpy.random`` themselves are saved always.
 
     Raises:
-        UsageError: an object has no state, or one that files cannot hold.
+        UsageError: an object has no state, or one that files cannot hold; or the step has more than 18 digits.
         CheckpointError: this one, or an asynchronous one before, could not be written.
         WorkerError: a rank did not come within the timeout of steps.
 
@@ -80,7 +80,7 @@ def save_checkpoint(
     3
     """
     check_type("model", model, ParallelModule, "a parallel model, as whale.parallelize returns it")
-    check_count("step", step, least=0)
+    check_count("step", step, least=0, most=MAX_STEP)
     check_count("keep", keep)
     engine_of(model).check_drained("save_checkpoint")
     wait_for_checkpoints()
@@ -217,9 +217,13 @@ class _Saving(threading.Thread):
                 digests.append(digest)
             if not failure:
                 manifest = self.manifest.model_copy(update={"indexes": tuple(digests)})
-                folders.commit(folder, self.manifest.step, written_manifest(manifest), self.keep)
+                text = written_manifest(manifest)
+                check_manifest(text.encode(), folder / MANIFEST)
+                folders.commit(folder, self.manifest.step, text, self.keep)
         except BaseException as error:
             failure = _said(error)
+            if isinstance(error, WhaleError):
+                raise self._failed(0, failure) from error
             raise
         finally:
             if failure:

@@ -19,6 +19,9 @@ __all__ = ["decoded", "encoded"]
 MAX_DEPTH = 24
 """Levels of lists and dicts; files of JSON have 32."""
 
+MAX_DIGITS = 99
+"""Digits of a number; files of JSON have 100, with the sign."""
+
 _TensorT = TypeVar("_TensorT")
 
 
@@ -43,6 +46,7 @@ def encoded(value: Any, where: str, tensor: Callable[[Any], int | None], depth: 
     if isinstance(value, float) and not isfinite(value):
         return {"$float": repr(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
+        _check_readable(value, where)
         return value if type(value) in (bool, int, float, str, type(None)) else _plain(value)
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
@@ -59,12 +63,25 @@ def encoded(value: Any, where: str, tensor: Callable[[Any], int | None], depth: 
         if isinstance(value, Counter):
             return {"$counter": [[each(key, key), count] for key, count in value.items()]}
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            for key in value:
+                _check_readable(key, f"the key {key!r} of {where}")
             return {key: each(item, key) for key, item in value.items()}
         return {"$dict": [[each(key, key), each(item, key)] for key, item in value.items()]}
     raise UsageError(
         f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: give numbers, texts, bytes, lists, "
         "dicts and tensors"
     )
+
+
+def _check_readable(value: Any, where: str) -> None:
+    """Refuse what a file could hold, and no reader takes from it."""
+    if isinstance(value, str) and not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        raise UsageError(
+            f"{where} is {value[:80]!r}, which has half of a surrogate pair and is no text: give bytes, such as those "
+            "of os.fsencode for a name of a file"
+        )
+    if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+        raise UsageError(f"{where} is a number of more than {MAX_DIGITS} digits, which a checkpoint cannot hold")
 
 
 def _plain(value: Any) -> Any:

@@ -60,7 +60,7 @@ def verify(checkpoint: Path) -> None:
 
 
 def of_newest_good(path: Path, read: Callable[[Reader], _Read]) -> _Read:
-    """What *read* makes of the checkpoint that an argument names, or of the newest of a run's with which it succeeds.
+    """Read the checkpoint that an argument names, or the newest of a run's with which *read* succeeds.
 
     Raises:
         CheckpointError: there is none.
