@@ -398,9 +398,12 @@ def test_what_is_no_directory_is_named_on_all_ranks(worlds: Worlds, tmp_path: Pa
         assert text == f"rank 0: {file} cannot be read: Not a directory"
 
 
-def damaged(world: World, folder: Path) -> tuple[int, str]:
+def damaged(world: World, folder: Path) -> tuple[int, str, float]:
+    """The step and the reasons of a load where rank 1's newest file is damaged; and what ``load_weights`` takes."""
     model = small({"": whale.split()})
     for step in (1, 2):
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, step)
         whale.save_checkpoint(folder, model, step=step, asynchronous=False)
     own = folder / "step-00000002" / "rank-00001.safetensors"
     if world.rank == 1:
@@ -409,12 +412,15 @@ def damaged(world: World, folder: Path) -> tuple[int, str]:
     torch.distributed.barrier()
     done = whale.load_checkpoint(folder, model)
     assert done is not None
-    return done.step, "; ".join(done.damaged)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    whale.load_weights(folder, model)
+    return done.step, "; ".join(done.damaged), next(iter(model.parameters())).mean().item()
 
 
 def test_what_is_damaged_for_one_rank_is_so_for_all(worlds: Worlds, tmp_path: Path) -> None:
-    for step, text in worlds.run(2, damaged, tmp_path):
-        assert step == 1
+    for step, text, mean in worlds.run(2, damaged, tmp_path):
+        assert step == mean == 1
         assert "rank 1: " in text and "rank-00001.safetensors is damaged in model." in text
 
 

@@ -20,7 +20,7 @@ from whale.checkpoint.format import MANIFEST, is_step_name, step_name
 from whale.checkpoint.writer import synced_folder, write_synced
 from whale.errors import CheckpointError
 
-__all__ = ["begin", "checkpoint_in", "checkpoints_in", "commit", "release", "steps"]
+__all__ = ["begin", "checkpoints_in", "commit", "release", "steps"]
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0
@@ -121,8 +121,3 @@ def checkpoints_in(path: Path) -> list[Path]:
     if is_step_name(path.name) and (path / MANIFEST).is_file():
         return [path]
     return [path / step_name(step) for step in (steps(path) if path.is_dir() else ())]
-
-
-def checkpoint_in(path: Path) -> Path | None:
-    """The folder of a checkpoint: *path* itself, or the newest in it; None if it is neither."""
-    return next(iter(checkpoints_in(path)), None)
