@@ -643,3 +643,26 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(runs: Runs, copy
         assert runs.load(copy) == 1
     with pytest.raises(CheckpointError, match=said):
         whale.load_checkpoint(copy, runs.model, step=9, optimizer=runs.optimizer)
+
+
+@pytest.mark.parametrize("place", [0, 6, 7, 8, 20, 40, "end of the header"])
+def test_each_byte_of_a_header_is_verified(copy: Path, place: int | str) -> None:
+    file = copy / step_name(2) / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    where = 7 + int.from_bytes(content[:8], "little") if isinstance(place, str) else place
+    content[where] ^= 1
+    file.write_bytes(content)
+    with Reader(copy / step_name(2)) as reader, pytest.raises(CheckpointError, match="its header is not that of the"):
+        reader.verify()
+
+
+def test_bytes_that_are_of_no_part_are_found(copy: Path) -> None:
+    index = json.loads((copy / step_name(2) / "rank-00000.json").read_text())
+    file = copy / step_name(2) / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes() + b"more")
+    forged(copy, index={"bytes": index["bytes"] + 4})
+    with (
+        Reader(copy / step_name(2)) as reader,
+        pytest.raises(CheckpointError, match=r"its parts end at \d+ of \d+ byt"),
+    ):
+        reader.verify()

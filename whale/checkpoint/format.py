@@ -14,11 +14,12 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -48,6 +49,7 @@ __all__ = [
     "Part",
     "check_manifest",
     "data_name",
+    "header_of",
     "index_name",
     "index_of",
     "is_step_name",
@@ -287,6 +289,40 @@ class Manifest(Record):
 
 
 # --- files
+
+
+class Cut(Protocol):
+    """A part of a tensor in a file of safetensors."""
+
+    @property
+    def key(self) -> Key:
+        """The tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """That of its elements."""
+
+    @property
+    def at(self) -> Intervals:
+        """Where it is in the tensor."""
+
+
+def header_of(pieces: Iterable[Cut]) -> bytes:
+    """The beginning of a file of safetensors with these tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    seen: Counter[str] = Counter()
+    offset = 0
+    for piece in pieces:
+        name = str(piece.key)
+        seen[name] += 1
+        shape = tuple(map(length, piece.at))
+        size = prod(shape) * DTYPE_BYTES[piece.dtype]
+        name = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        header[name] = {"dtype": piece.dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def open_file(path: Path) -> int:

@@ -22,6 +22,7 @@ from whale.checkpoint.format import (
     Key,
     Part,
     data_name,
+    header_of,
     index_name,
     is_step_name,
     length,
@@ -207,10 +208,32 @@ class Reader:
             CheckpointError: names the first part that is damaged.
         """
         for rank, index in enumerate(self.indexes):
+            self._check_places(rank, index)
             for part in index.parts:
                 for chunk in range(part.num_chunks):
                     self._chunk(part, rank, chunk, None)
         return self.bytes_read
+
+    def _check_places(self, rank: int, index: Index) -> None:
+        """Refuse another header than that of the parts, and bytes that are of no part: no load reads either."""
+        header = header_of(index.parts)
+        found = self._read(rank, memoryview(bytearray(len(header))), 0)
+        if found != header:
+            raise CheckpointError(
+                f"{self.folder / data_name(rank)} is damaged: its header is not that of the parts in its index"
+            )
+        end = len(header)
+        for part in index.parts:
+            if part.offset != end:
+                raise CheckpointError(
+                    f"{self.folder / index_name(rank)} is damaged: {part.key} begins at {part.offset}, and what is "
+                    f"before it ends at {end}"
+                )
+            end += part.num_rows * part.row_bytes
+        if end != index.bytes:
+            raise CheckpointError(
+                f"{self.folder / data_name(rank)} is damaged: its parts end at {end} of {index.bytes} bytes"
+            )
 
     def _take(self, part: Part, rank: int, meets: list[list[Segment]], out: Array) -> int:
         """Copy the elements of a part that are wanted; returns how many they are."""
@@ -248,16 +271,22 @@ class Reader:
             self._scratch = np.empty(size, np.uint8)
         found = self._scratch[:size].view(f"u{DTYPE_BYTES[part.dtype]}") if into is None else into
         view = memoryview(found.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        place = self.folder / data_name(rank)
-        try:
-            got = os.preadv(self._file(rank), [view], part.offset + first * part.row_bytes)
-        except OSError as error:
-            raise CheckpointError(f"{place} cannot be read: {error.strerror}") from error
-        self.bytes_read += got
-        if got != size or hashlib.sha256(view).hexdigest() != part.digest(chunk):
-            what = "is cut short" if got != size else "is damaged"
-            raise CheckpointError(f"{place} {what} in {part.key}, chunk {chunk} of {part.num_chunks}")
+        got = self._read(rank, view, part.offset + first * part.row_bytes)
+        if len(got) != size or hashlib.sha256(got).hexdigest() != part.digest(chunk):
+            what = "is cut short" if len(got) != size else "is damaged"
+            raise CheckpointError(
+                f"{self.folder / data_name(rank)} {what} in {part.key}, chunk {chunk} of {part.num_chunks}"
+            )
         return found
+
+    def _read(self, rank: int, into: memoryview, offset: int) -> memoryview:
+        """The bytes of a rank's file from an offset on, in this memory; fewer where the file ends."""
+        try:
+            got = os.preadv(self._file(rank), [into], offset)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / data_name(rank)} cannot be read: {error.strerror}") from error
+        self.bytes_read += got
+        return into[:got]
 
     def _file(self, rank: int) -> int:
         if rank not in self._files:
