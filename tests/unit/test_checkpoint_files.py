@@ -20,11 +20,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import whale
 from whale.checkpoint import folder as folders
 from whale.checkpoint.format import Key, is_step_name, step_name
+from whale.checkpoint.hugging_face import export
 from whale.checkpoint.owners import Held, written_parts
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.values import decoded, encoded
@@ -663,6 +665,32 @@ def test_bytes_that_are_of_no_part_are_found(copy: Path) -> None:
     forged(copy, index={"bytes": index["bytes"] + 4})
     with (
         Reader(copy / step_name(2)) as reader,
-        pytest.raises(CheckpointError, match=r"its parts end at \d+ of \d+ byt"),
+        pytest.raises(CheckpointError, match=r"its parts end at \d+ of "),
     ):
         reader.verify()
+
+
+def test_a_tensor_of_which_no_rank_has_a_part_is_missed(runs: Runs, copy: Path, tmp_path: Path) -> None:
+    index = json.loads((copy / step_name(2) / "rank-00000.json").read_text())
+    forged(copy, index={"parts": [one for one in index["parts"] if one["name"] != "0.bias" or one["of"] != "model"]})
+    with Reader(copy / step_name(2)) as reader:
+        for call in (reader.verify, lambda: export(reader, tmp_path / "out", 10**9)):
+            with pytest.raises(CheckpointError, match=r"step-00000002 has no part of 0.bias of model, which manifest"):
+                call()
+    with pytest.raises(CheckpointError, match="has no model.0.bias"):
+        runs.load(copy)
+
+
+def test_tensors_without_elements_are_those_of_no_part(tmp_path: Path) -> None:
+    local = nn.Linear(6, 1)
+    local.register_buffer("none", torch.empty(0, 3, dtype=torch.float64))
+    model = whale.parallelize(local, BATCH, loss_fn=lambda output, batch: output.square().mean(), device="cpu")
+    whale.save_checkpoint(tmp_path, model, step=1, asynchronous=False)
+    assert whale.load_checkpoint(tmp_path, model) is not None
+    with Reader(tmp_path / step_name(1)) as reader:
+        assert reader.verify() > 0
+        assert export(reader, tmp_path / "out", 10**9).num_tensors == 3
+    found = load_file(tmp_path / "out" / "model.safetensors")["none"]
+    assert found.shape == (0, 3) and found.dtype == torch.float64
+    whale.load_weights(tmp_path / "out", model)
+    whale.load_weights(tmp_path, model)

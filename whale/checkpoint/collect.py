@@ -8,13 +8,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from whale.checkpoint.format import Group, Intervals, Key, whole
+from whale.checkpoint.format import Group, Intervals, Key, form_of_empty, whole
 from whale.checkpoint.generators import of_process, state_of_generator
 from whale.checkpoint.owners import TILE, Held, tiles, written_by, written_parts
 from whale.checkpoint.reader import Array
@@ -209,6 +210,12 @@ class _Collector:
     def _add_model(self, of: str, layout: _Layout) -> None:
         engine = layout.engine
         self.found.names[of] = dict(engine.aliases)
+        if engine.world.rank == 0:  # of which no rank has a part
+            self.found.values[of] = {
+                name: {"": form_of_empty(dtype_name(shard.dtype, Key(of, "", name)), shard.shape)}
+                for name in dict.fromkeys(engine.aliases.values())
+                if not prod((shard := engine.shard(name)).shape)
+            }
         for name in layout.written:
             self._add_parts(Key(of, "", name), engine.tensors[name], layout)
 

@@ -49,6 +49,8 @@ __all__ = [
     "Part",
     "check_manifest",
     "data_name",
+    "empty_of_form",
+    "form_of_empty",
     "header_of",
     "index_name",
     "index_of",
@@ -240,8 +242,9 @@ class Index(Record):
         bytes: of its file of tensors.
         parts: in it.
         groups: of the optimizers, by name.
-        values: states of optimizers that are no tensors, by the optimizer's name, parameter and state; and of objects
-            whose state is another than on rank 0, under empty names.
+        values: states of optimizers that are no tensors, by the optimizer's name, parameter and state; of objects whose
+            state is another than on rank 0, under empty names; and for rank 0 the forms of the models' tensors without
+            elements, by the model's name and that of the tensor, under an empty state.
     """
 
     bytes: _Size
@@ -288,6 +291,24 @@ class Manifest(Record):
         return self
 
 
+def form_of_empty(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The JSON of a tensor without elements, of which no file has a part.
+
+    >>> empty_of_form(form_of_empty("F32", (0, 3)))
+    ('F32', (0, 3))
+    """
+    return {"$empty": [dtype, *shape]}
+
+
+def empty_of_form(value: object) -> tuple[str, tuple[int, ...]] | None:
+    """The dtype and the shape that `form_of_empty` has written; None of anything else."""
+    match value:
+        case {"$empty": [str(dtype), *shape]} if dtype in DTYPE_BYTES and 0 in shape and len(shape) <= MAX_DIMS:
+            if all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in shape):
+                return dtype, tuple(shape)
+    return None
+
+
 # --- files
 
 
@@ -300,11 +321,11 @@ class Cut(Protocol):
 
     @property
     def dtype(self) -> str:
-        """That of its elements."""
+        """The dtype of its elements."""
 
     @property
     def at(self) -> Intervals:
-        """Where it is in the tensor."""
+        """The stretches of each dim of the tensor that it has."""
 
 
 def header_of(pieces: Iterable[Cut]) -> bytes:

@@ -58,6 +58,7 @@ def export(reader: Reader, folder: Path, max_shard_bytes: int) -> Exported:
         UsageError: the folder has weights, or cannot be written.
         CheckpointError: the checkpoint is damaged; no file is left.
     """
+    reader.check_names()
     names = sorted(set(reader.manifest.names["model"].values()))
     forms = {name: form for name in names if (form := reader.form(Key("model", "", name))) is not None}
     sizes = {name: prod(shape) * DTYPE_BYTES[dtype] for name, (dtype, shape) in forms.items()}

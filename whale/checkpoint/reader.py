@@ -22,6 +22,7 @@ from whale.checkpoint.format import (
     Key,
     Part,
     data_name,
+    empty_of_form,
     header_of,
     index_name,
     is_step_name,
@@ -173,8 +174,9 @@ class Reader:
 
     def form(self, key: Key) -> tuple[str, tuple[int, ...]] | None:
         """The dtype and the whole shape of a tensor; None if it is not there."""
-        placed = self.parts.get(key)
-        return None if placed is None else (placed[0].part.dtype, placed[0].part.shape)
+        if placed := self.parts.get(key):
+            return placed[0].part.dtype, placed[0].part.shape
+        return empty_of_form(self.indexes[0].values.get(key.of, {}).get(key.name, {}).get(key.state))
 
     def read(self, key: Key, at: Intervals | None = None) -> Array:
         """A part of a tensor, by default all of it.
@@ -194,7 +196,7 @@ class Reader:
     def read_into(self, key: Key, at: Intervals, out: Array) -> None:
         """The same into an array of that shape, contiguous, which is spoiled if something is damaged."""
         done = 0
-        for part, rank in self.parts[key]:
+        for part, rank in self.parts.get(key, ()):
             meets = [segments(target, source) for target, source in zip(at, part.at, strict=True)]
             if all(meets):
                 done += self._take(part, rank, meets, out)
@@ -202,17 +204,28 @@ class Reader:
             raise CheckpointError(f"{self.folder} is damaged: it has {done} of {out.size} elements of a part of {key}")
 
     def verify(self) -> int:
-        """Check every byte of the checkpoint; returns how many there are.
+        """Check every byte of the checkpoint, and that all tensors of its models are there; returns how many bytes.
 
         Raises:
             CheckpointError: names the first part that is damaged.
         """
+        self.check_names()
         for rank, index in enumerate(self.indexes):
             self._check_places(rank, index)
             for part in index.parts:
                 for chunk in range(part.num_chunks):
                     self._chunk(part, rank, chunk, None)
         return self.bytes_read
+
+    def check_names(self) -> None:
+        """Refuse a manifest that names tensors of models which no rank has written; a load misses them by itself."""
+        for of, names in self.manifest.names.items():
+            missing = [name for name in dict.fromkeys(names.values()) if self.form(Key(of, "", name)) is None]
+            if missing:
+                raise CheckpointError(
+                    f"{self.folder} has no part of {', '.join(missing[:5])} of {of}, which {MANIFEST} names: it is "
+                    "damaged, or of an earlier Whale and the tensor has no elements: then load it and save it again"
+                )
 
     def _check_places(self, rank: int, index: Index) -> None:
         """Refuse another header than that of the parts, and bytes that are of no part: no load reads either."""
