@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from whale.checkpoint.hugging_face import export
 from whale.checkpoint.owners import Held, written_parts
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.values import decoded, encoded
+from whale.cli.app import app
 from whale.errors import CheckpointError, UsageError, WhaleError
 
 BATCH = {"input": torch.ones(4, 6)}
@@ -130,8 +132,20 @@ def test_as_many_stay_as_are_kept_and_the_same_step_is_replaced(tmp_path: Path) 
     assert folders.steps(tmp_path) == [3, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", step_name(2), step_name(3)]
     assert whale.load_checkpoint(tmp_path, model, optimizer=optimizer).step == 3  # type: ignore[union-attr]
-    whale.save_checkpoint(tmp_path, model, step=1, keep=2, optimizer=optimizer, asynchronous=False)
-    assert folders.steps(tmp_path) == [3, 2, 1], "what was just saved is not deleted"
+
+
+def test_a_run_that_went_back_keeps_what_it_saves_and_is_told_of_the_newest(runs: Runs, copy: Path) -> None:
+    whale.save_checkpoint(copy, runs.model, step=20, keep=3, optimizer=runs.optimizer, asynchronous=False)
+    said = "has a newer checkpoint than the one that is saved, that of step 20: delete it to go on from here"
+    with pytest.warns(UserWarning, match=said):
+        whale.save_checkpoint(copy, runs.model, step=5, keep=2, optimizer=runs.optimizer, asynchronous=False)
+    assert folders.steps(copy) == [20, 5], "as many as are kept, with what was just saved"
+    shutil.rmtree(copy / step_name(20))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whale.save_checkpoint(copy, runs.model, step=6, keep=2, optimizer=runs.optimizer, asynchronous=False)
+        whale.save_checkpoint(copy, runs.model, step=6, keep=1, optimizer=runs.optimizer, asynchronous=False)
+    assert folders.steps(copy) == [6]
 
 
 def test_what_is_saved_is_what_was_at_the_call(tmp_path: Path) -> None:
@@ -344,7 +358,18 @@ def test_links_and_pipes_are_not_followed(runs: Runs, copy: Path, name: str, kin
 def test_a_folder_that_is_a_link_is_no_checkpoint(runs: Runs, copy: Path) -> None:
     (copy / step_name(3)).symlink_to(copy / step_name(2))
     assert folders.steps(copy) == [2, 1]
-    assert runs.load(copy) == 2
+    with pytest.warns(UserWarning, match="step-00000003 is a link, which is not followed"):
+        assert runs.load(copy) == 2
+    for place, step in ((copy / step_name(3), None), (copy, 3)):
+        with pytest.raises(CheckpointError, match="step-00000003 is a link, which is not followed"):
+            whale.load_checkpoint(place, runs.model, step=step, optimizer=runs.optimizer)
+    for command, code, said in (
+        (["show", copy], 0, "is a link, which is not followed\n"),
+        (["verify", copy], 0, "is good"),
+        (["verify", copy / step_name(3)], 5, "is a link, which is not followed: give the folder itself"),
+    ):
+        done = CliRunner().invoke(app, ["checkpoint", *map(str, command)])
+        assert done.exit_code == code and said in done.output
 
 
 # --- owners, values, folders

@@ -62,6 +62,7 @@ __all__ = [
     "parse_manifest",
     "read_file",
     "step_name",
+    "step_of",
     "whole",
     "written_manifest",
 ]
@@ -103,6 +104,11 @@ def step_name(step: int) -> str:
 def is_step_name(name: str) -> bool:
     """Whether it is the name of a complete checkpoint."""
     return re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,17})", name) is not None
+
+
+def step_of(name: str) -> int:
+    """The step of a complete checkpoint with this name."""
+    return int(name.removeprefix("step-"))
 
 
 def data_name(rank: int) -> str:

@@ -28,8 +28,19 @@ from whale.checkpoint.collect import (
     sorted_out,
     state_tensor_key,
 )
-from whale.checkpoint.folder import steps
-from whale.checkpoint.format import MAX_STEP, Group, Index, Intervals, Key, is_step_name, length, step_name, whole
+from whale.checkpoint.folder import links, steps
+from whale.checkpoint.format import (
+    MAX_STEP,
+    Group,
+    Index,
+    Intervals,
+    Key,
+    is_step_name,
+    length,
+    step_name,
+    step_of,
+    whole,
+)
 from whale.checkpoint.generators import GeneratorState
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.save import wait_for_checkpoints
@@ -105,14 +116,18 @@ def _loaded(
     world = engine_of(kinds.models[MODEL]).world
     meeting = Board(world, "checkpoint that is loaded", world.failures.timeout_seconds)
     if step is None and is_step_name(directory.name):  # one of them was named, which may be gone
-        directory, step = directory.parent, int(directory.name.removeprefix("step-"))
+        directory, step = directory.parent, step_of(directory.name)
     if world.rank == 0:
         meeting.put("steps", _steps(directory))
-    found, unreadable = meeting.get("steps", 0)
+    found, linked, unreadable = meeting.get("steps", 0)
     if unreadable:
         raise CheckpointError(f"rank 0: {directory} cannot be read: {unreadable}")
+    if step is not None and step in linked:
+        raise CheckpointError(f"{directory / step_name(step)} is a link, which is not followed: give the folder itself")
     if step is not None and step not in found:
         raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has {found or 'none'}")
+    for each in linked:
+        world.warn(f"{directory / step_name(each)} is a link, which is not followed")
     folders = [directory / step_name(each) for each in (found if step is None else [step])]
     if not folders:
         return None
@@ -124,12 +139,13 @@ def _loaded(
     return LoadedCheckpoint(step=staged.step, folder=agreed.place, damaged=agreed.damaged, bytes_read=staged.bytes_read)
 
 
-def _steps(directory: Path) -> tuple[list[int], str]:
-    """The steps of complete checkpoints, and what is wrong with the directory: the other ranks wait for either."""
+def _steps(directory: Path) -> tuple[list[int], list[int], str]:
+    """The steps of complete checkpoints, those of links, and what is wrong with the directory: the other ranks wait for
+    one of these."""
     try:
-        return steps(directory), ""
+        return steps(directory), [step_of(link.name) for link in links(directory)], ""
     except OSError as error:
-        return [], error.strerror or type(error).__name__
+        return [], [], error.strerror or type(error).__name__
 
 
 @dataclass

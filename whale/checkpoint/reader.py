@@ -122,7 +122,9 @@ class Reader:
     """
 
     def __init__(self, folder: Path) -> None:
-        if folder.is_symlink() or not folder.is_dir():
+        if folder.is_symlink():
+            raise CheckpointError(f"{folder} is a link, which is not followed: give the folder itself")
+        if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder of a checkpoint")
         self.folder = folder
         self.manifest = parse_manifest(folder / MANIFEST)

@@ -59,7 +59,7 @@ def save_checkpoint(
         directory: of the run; the checkpoint is ``step-00000100`` there.
         model: the parallel model: parameters, buffers, the position of random operators, the loss scale.
         step: number of steps that were done.
-        keep: how many of the newest checkpoints stay.
+        keep: how many checkpoints stay: this one, and the newest others.
         asynchronous: whether training goes on while files are written.
         state: objects with ``state_dict`` and ``load_state_dict``, by name: optimizers of the model, of which each rank
             saves its parts, schedulers, loaders; copies of the model; and generators of random numbers. Those of torch,
@@ -87,6 +87,7 @@ def save_checkpoint(
     world = engine_of(model).world
     meeting = Board(_with_own_store(world), _TOPIC, world.failures.timeout_seconds)
     try:
+        _warn_of_newer(world, Path(directory), step, keep)
         kinds = sorted_out(model, state)
         found = collect(kinds, _staging_of(model) if asynchronous else None)
     except Exception as error:  # whatever the objects' own methods raise
@@ -112,6 +113,15 @@ def save_checkpoint(
     else:
         saving.run()
         saving.check()
+
+
+def _warn_of_newer(world: World, directory: Path, step: int, keep: int) -> None:
+    """Warn of checkpoints from before a run went back: a load takes the newest."""
+    with suppress(OSError):  # the save says more
+        newest = max(folders.steps(directory) if world.rank == 0 else (), default=step)
+        if newest > step:
+            then = "delete it to go on from here" if keep > 1 else "keep=1 deletes it"
+            world.warn(f"{directory} has a newer checkpoint than the one that is saved, that of step {newest}: {then}")
 
 
 def wait_for_checkpoints() -> None:
