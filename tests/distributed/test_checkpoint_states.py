@@ -293,9 +293,11 @@ class Position:
         self.at = at
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "rows": torch.full((2,), self.at)}
+        orders = dict.fromkeys(["wiki", "books"] if self.at % 2 == 0 else ["books", "wiki"], 0)
+        return {"at": self.at, "rows": torch.full((2,), self.at), "orders": orders}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert [*state["orders"]] == sorted(state["orders"], reverse=state["at"] % 2 == 0)
         self.at = state["at"] if state["rows"].tolist() == [state["at"]] * 2 else -1
 
 

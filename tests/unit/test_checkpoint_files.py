@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import whale
 from whale.checkpoint import folder as folders
+from whale.checkpoint.collect import ObjectState
 from whale.checkpoint.format import Key, is_step_name, step_name
 from whale.checkpoint.hugging_face import export
 from whale.checkpoint.owners import Held, written_parts
@@ -719,3 +720,15 @@ def test_tensors_without_elements_are_those_of_no_part(tmp_path: Path) -> None:
     assert found.shape == (0, 3) and found.dtype == torch.float64
     whale.load_weights(tmp_path / "out", model)
     whale.load_weights(tmp_path, model)
+
+
+def test_dicts_keep_the_order_of_their_keys(runs: Runs, tmp_path: Path) -> None:
+    weights = {"wiki": 1, "books": 2, "arxiv": 3}
+    state = {"weights": weights, "counts": {("b", 1): weights, ("a", 0): 2}, "all": [weights]}
+    own = Odd()
+    whale.save_checkpoint(tmp_path, runs.model, step=1, odd=Odd(state), asynchronous=False)
+    assert whale.load_checkpoint(tmp_path, runs.model, odd=own) is not None
+    assert own.state == state
+    assert repr(own.state) == repr(state)
+    other = dict(sorted(weights.items()))
+    assert ObjectState(weights, []).digest() != ObjectState(other, []).digest(), "ranks have orders of their own"
