@@ -23,7 +23,7 @@ from tests.small_models import decoder, tokens
 from whale.checkpoint import folder as folders
 from whale.checkpoint import save
 from whale.cli.model_loader import load_model
-from whale.errors import CheckpointError
+from whale.errors import CheckpointError, UsageError
 from whale.runtime.launch import World
 
 
@@ -383,6 +383,21 @@ def apart(world: World, folder: Path) -> str:
 def test_folders_that_hosts_do_not_share_are_named(worlds: Worlds, tmp_path: Path) -> None:
     for text in worlds.run(2, apart, tmp_path):
         assert "rank 1: it does not see" in text and "all hosts must share the directory" in text
+
+
+def other_step(world: World, folder: Path) -> str:
+    whale.save_checkpoint(folder, small({"": whale.split()}), step=1 + world.rank)
+    try:
+        whale.wait_for_checkpoints()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_save_other_steps_are_named_on_all(worlds: Worlds, tmp_path: Path) -> None:
+    for text in worlds.run(2, other_step, tmp_path):
+        assert "was not saved: rank 1: it saves step 2, and rank 0 step-00000001: give the same on all ranks" in text
+    assert folders.steps(tmp_path) == []
 
 
 def no_directory(world: World, file: Path) -> str:

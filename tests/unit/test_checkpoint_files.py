@@ -415,13 +415,13 @@ def test_parts_that_overlap_are_written_once() -> None:
 
 
 def test_values_come_back_as_they_were() -> None:
-    tensors: list[Any] = []
+    tensors: Any = []
 
-    def put(value: Any) -> int | None:
+    def put(value: Any) -> dict[str, Any] | None:
         if not isinstance(value, Tensor):
             return None
         tensors.append(value)
-        return len(tensors) - 1
+        return {"$tensor": len(tensors) - 1}
 
     state = {
         "none": None,
@@ -431,7 +431,7 @@ def test_values_come_back_as_they_were() -> None:
         "tensor": torch.arange(3),
         "$name": np.float64(0.5),
     }
-    back = decoded(json.loads(json.dumps(encoded(state, "state", put))), lambda number: tensors[number])
+    back = decoded(json.loads(json.dumps(encoded(state, "state", put))), lambda which: tensors[which])
     assert torch.equal(back.pop("tensor"), state.pop("tensor"))  # type: ignore[arg-type]
     assert back == state and isinstance(back[3]["deep"], Counter) and type(back["$name"]) is float
 
@@ -462,10 +462,17 @@ def test_what_files_cannot_hold_is_named(tmp_path: Path) -> None:
         ({"x": [name]}, r"odd\['x'\]\[0\] is 'caf\\udce9.txt', which has half of a surrogate pair"),
         ({name: 1}, r"the key 'caf\\udce9.txt' of odd is .* surrogate pair"),
         ({1: 1, name: 1}, r"odd\['caf\\udce9.txt'\] is .* surrogate pair"),
+        ({"x": torch.eye(2).to_sparse()}, r"odd\.0 is a tensor that is torch\.sparse_coo, which files of safetensors"),
+        ({"x": torch.empty(2, device="meta")}, r"odd\.0 is a tensor that is on the device meta, which files"),
+        ({"x": torch.empty(0, dtype=torch.complex128)}, r"odd\.0 has torch\.complex128, which files"),
         ({"x": -(10**99)}, r"odd\['x'\] is a number of more than 99 digits"),
     ):
         with pytest.raises(UsageError, match=said):
             whale.save_checkpoint(tmp_path, model, step=1, odd=Odd(state))
+    calls: tuple[Any, ...] = (partial(whale.save_checkpoint, step=1), whale.load_checkpoint, whale.load_weights)
+    for call in calls:
+        with pytest.raises(UsageError, match=r"(directory|path) is NoneType None; it must be the path of a f"):
+            call(None, model)
     with pytest.raises(UsageError, match="learning_rate is a float; give objects with state_dict"):
         whale.save_checkpoint(tmp_path, model, step=1, learning_rate=0.1)
     foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))])
@@ -720,6 +727,18 @@ def test_tensors_without_elements_are_those_of_no_part(tmp_path: Path) -> None:
     assert found.shape == (0, 3) and found.dtype == torch.float64
     whale.load_weights(tmp_path / "out", model)
     whale.load_weights(tmp_path, model)
+
+
+def test_a_tensor_without_elements_comes_back(runs: Runs, tmp_path: Path) -> None:
+    state = {"seen": [torch.empty(0, 3, dtype=torch.int32), torch.ones(2)]}
+    own = Odd()
+    whale.save_checkpoint(tmp_path, runs.model, step=1, odd=Odd(state), asynchronous=False)
+    whale.load_checkpoint(tmp_path, runs.model, odd=own)
+    assert own.state["seen"][0].shape == (0, 3) and own.state["seen"][0].dtype == torch.int32
+    assert torch.equal(own.state["seen"][1], torch.ones(2))
+    for wrong in (["F32"], ["F32", 2], ["O", 0], ["F32", 0, -1], ["F32", 0, True], [[], 0], 3):
+        with pytest.raises(CheckpointError, match=r"a state has \$empty: .*, which this Whale does not know"):
+            decoded({"$empty": wrong}, lambda which: which)
 
 
 def test_dicts_keep_the_order_of_their_keys(runs: Runs, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from whale.checkpoint.generators import of_process, state_of_generator
 from whale.checkpoint.owners import TILE, Held, tiles, written_by, written_parts
 from whale.checkpoint.reader import Array
 from whale.checkpoint.staging import Staging
-from whale.checkpoint.tensors import dtype_name, elements, taken
+from whale.checkpoint.tensors import dtype_name, dtype_of, elements, taken
 from whale.checkpoint.values import encoded
 from whale.checkpoint.writer import Piece
 from whale.errors import UsageError
@@ -223,6 +223,7 @@ class _Collector:
         """Add what this rank writes of a tensor that is divided as a parameter is, or as the first dims of one."""
         rank, written = layout.engine.world.rank, layout.written
         shard = layout.engine.shard(key.name)
+        dtype = dtype_of(tensor, key)
         if tensor.dim() < len(shard.shape):
             shard = shard.of_first_dims(tensor.dim())
             held = Held(shard.shape, tensor.element_size(), shard.parts)
@@ -230,20 +231,20 @@ class _Collector:
         own = shard.parts[rank]
         for at in written.get(key.name, ()):
             part = self._elements(taken(tensor, own, at))
-            self.found.pieces.append(Piece(key, dtype_name(tensor.dtype, key), shard.shape, at, part))
+            self.found.pieces.append(Piece(key, dtype, shard.shape, at, part))
 
     def _whole(self, key: Key, tensor: Tensor) -> Piece:
         shape = tuple(tensor.shape)
-        return Piece(key, dtype_name(tensor.dtype, key), shape, whole(shape), self._elements(tensor))
+        return Piece(key, dtype_of(tensor, key), shape, whole(shape), self._elements(tensor))
 
     def _elements(self, tensor: Tensor) -> Array:
         return elements(tensor if self.staging is None else self.staging.copied(tensor))
 
-    def _putting(self, pieces: list[Piece], key: Callable[[int], Key]) -> Callable[[Any], int | None]:
+    def _putting(self, pieces: list[Piece], key: Callable[[int], Key]) -> Callable[[Any], dict[str, Any] | None]:
         """Takes tensors that are written whole."""
         count = 0
 
-        def put(value: Any) -> int | None:
+        def put(value: Any) -> dict[str, Any] | None:
             nonlocal count
             if not isinstance(value, Tensor):
                 return None
@@ -251,12 +252,11 @@ class _Collector:
                 raise UsageError(
                     f"{key(count).of} has {value!r} in its state: give the parallel model or the optimizer itself"
                 )
-            if value.numel():
-                pieces.append(self._whole(key(count), value))
-            else:
-                raise UsageError(f"{key(count).of} has a tensor without elements, which a checkpoint cannot hold")
+            if not value.numel():
+                return form_of_empty(dtype_of(value, key(count)), tuple(value.shape))
+            pieces.append(self._whole(key(count), value))
             count += 1
-            return count - 1
+            return {"$tensor": count - 1}
 
         return put
 

@@ -97,6 +97,7 @@ def load_checkpoint(
         UsageError: an object refuses its state.
         WorkerError: a rank did not come within the timeout.
     """
+    check_type("directory", directory, (str, PathLike), "the path of a folder")
     check_type("model", model, ParallelModule, "a parallel model, as whale.parallelize returns it")
     if step is not None:
         check_count("step", step, least=0, most=MAX_STEP)
@@ -263,8 +264,11 @@ class _Loading:
         return made
 
     def _decoded(self, value: Any, tensor: Callable[[int], Tensor]) -> Any:
+        def made(which: int | tuple[str, tuple[int, ...]]) -> Tensor:
+            return tensor(which) if isinstance(which, int) else torch.empty(which[1], dtype=DTYPES[which[0]])
+
         try:
-            return decoded(value, tensor)
+            return decoded(value, made)
         except CheckpointError as error:
             raise CheckpointError(f"{self.reader.folder}: {error}") from error
 

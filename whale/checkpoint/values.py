@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from whale.checkpoint.format import empty_of_form
 from whale.errors import CheckpointError, UsageError
 
 __all__ = ["decoded", "encoded"]
@@ -25,13 +26,14 @@ MAX_DIGITS = 99
 _TensorT = TypeVar("_TensorT")
 
 
-def encoded(value: Any, where: str, tensor: Callable[[Any], int | None], depth: int = 0) -> Any:
+def encoded(value: Any, where: str, tensor: Callable[[Any], dict[str, Any] | None], depth: int = 0) -> Any:
     """A value as JSON.
 
     Args:
         value: of which.
         where: what it is, for errors.
-        tensor: takes a tensor, and returns its number; None for what is none.
+        tensor: takes a tensor, and returns ``{"$tensor": N}`` with its number, or the form of one without elements;
+            None for what is none.
 
     Raises:
         UsageError: it has something else, or too many levels.
@@ -50,8 +52,8 @@ def encoded(value: Any, where: str, tensor: Callable[[Any], int | None], depth: 
         return value if type(value) in (bool, int, float, str, type(None)) else _plain(value)
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
-    if (number := tensor(value)) is not None:
-        return {"$tensor": number}
+    if (put := tensor(value)) is not None:
+        return put
 
     def each(inner: Any, name: object) -> Any:
         return encoded(inner, f"{where}[{name!r}]", tensor, depth + 1)
@@ -89,12 +91,12 @@ def _plain(value: Any) -> Any:
     return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
 
 
-def decoded(value: Any, tensor: Callable[[int], _TensorT]) -> Any:
+def decoded(value: Any, tensor: Callable[[int | tuple[str, tuple[int, ...]]], _TensorT]) -> Any:
     """The value of JSON that `encoded` has made.
 
     Args:
         value: of JSON.
-        tensor: the tensor with a number.
+        tensor: the tensor with a number, or the one without elements that has a dtype and a shape.
 
     Raises:
         CheckpointError: it is not such JSON.
@@ -124,6 +126,8 @@ def decoded(value: Any, tensor: Callable[[int], _TensorT]) -> Any:
                 return {decoded(key, tensor): decoded(item, tensor) for key, item in inner}
             case "$tensor" if isinstance(inner, int):
                 return tensor(inner)
+            case "$empty" if (form := empty_of_form(value)) is not None:
+                return tensor(form)
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise CheckpointError(f"a state has {kind}: {str(inner)[:80]}, which is no such value") from error
     raise CheckpointError(f"a state has {kind}: {str(inner)[:80]}, which this Whale does not know")

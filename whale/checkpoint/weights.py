@@ -58,6 +58,7 @@ def load_weights(path: str | PathLike[str], model: ParallelModule, *, strict: bo
         CheckpointError: on every rank, with nothing changed: a file is damaged, or of another model.
         WorkerError: a rank did not come within the timeout.
     """
+    check_type("path", path, (str, PathLike), "the path of a file or a folder")
     check_type("model", model, ParallelModule, "a parallel model, as whale.parallelize returns it")
     engine, place = engine_of(model), Path(path).absolute()
     world = engine.world
