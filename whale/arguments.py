@@ -91,10 +91,12 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise UsageError(f"{name}={value!r} is unknown{nearest(value, choices)}")
 
 
-def check_count(name: str, value: object, *, least: int = 1) -> None:
-    """Refuse anything except a whole number of at least *least*; True is not one."""
+def check_count(name: str, value: object, *, least: int = 1, most: int | None = None) -> None:
+    """Refuse anything except a whole number of at least *least*, and at most *most*; True is not one."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{name}={value!r}: it must be a whole number of at least {least}")
+    if most is not None and value > most:
+        raise UsageError(f"{name}={value!r}: it must be at most {most}")
 
 
 def check_number(name: str, value: object, *, above: float) -> None:

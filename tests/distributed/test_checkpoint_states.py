@@ -23,7 +23,7 @@ from tests.small_models import decoder, tokens
 from whale.checkpoint import folder as folders
 from whale.checkpoint import save
 from whale.cli.model_loader import load_model
-from whale.errors import CheckpointError
+from whale.errors import CheckpointError, UsageError
 from whale.runtime.launch import World
 
 
@@ -293,9 +293,11 @@ class Position:
         self.at = at
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "rows": torch.full((2,), self.at)}
+        orders = dict.fromkeys(["wiki", "books"] if self.at % 2 == 0 else ["books", "wiki"], 0)
+        return {"at": self.at, "rows": torch.full((2,), self.at), "orders": orders}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert [*state["orders"]] == sorted(state["orders"], reverse=state["at"] % 2 == 0)
         self.at = state["at"] if state["rows"].tolist() == [state["at"]] * 2 else -1
 
 
@@ -383,6 +385,21 @@ def test_folders_that_hosts_do_not_share_are_named(worlds: Worlds, tmp_path: Pat
         assert "rank 1: it does not see" in text and "all hosts must share the directory" in text
 
 
+def other_step(world: World, folder: Path) -> str:
+    whale.save_checkpoint(folder, small({"": whale.split()}), step=1 + world.rank)
+    try:
+        whale.wait_for_checkpoints()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_save_other_steps_are_named_on_all(worlds: Worlds, tmp_path: Path) -> None:
+    for text in worlds.run(2, other_step, tmp_path):
+        assert "was not saved: rank 1: it saves step 2, and rank 0 step-00000001: give the same on all ranks" in text
+    assert folders.steps(tmp_path) == []
+
+
 def no_directory(world: World, file: Path) -> str:
     try:
         whale.load_checkpoint(file, small({"": whale.split()}))
@@ -398,9 +415,12 @@ def test_what_is_no_directory_is_named_on_all_ranks(worlds: Worlds, tmp_path: Pa
         assert text == f"rank 0: {file} cannot be read: Not a directory"
 
 
-def damaged(world: World, folder: Path) -> tuple[int, str]:
+def damaged(world: World, folder: Path) -> tuple[int, str, float]:
+    """The step and the reasons of a load where rank 1's newest file is damaged; and what ``load_weights`` takes."""
     model = small({"": whale.split()})
     for step in (1, 2):
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, step)
         whale.save_checkpoint(folder, model, step=step, asynchronous=False)
     own = folder / "step-00000002" / "rank-00001.safetensors"
     if world.rank == 1:
@@ -409,12 +429,15 @@ def damaged(world: World, folder: Path) -> tuple[int, str]:
     torch.distributed.barrier()
     done = whale.load_checkpoint(folder, model)
     assert done is not None
-    return done.step, "; ".join(done.damaged)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    whale.load_weights(folder, model)
+    return done.step, "; ".join(done.damaged), next(iter(model.parameters())).mean().item()
 
 
 def test_what_is_damaged_for_one_rank_is_so_for_all(worlds: Worlds, tmp_path: Path) -> None:
-    for step, text in worlds.run(2, damaged, tmp_path):
-        assert step == 1
+    for step, text, mean in worlds.run(2, damaged, tmp_path):
+        assert step == mean == 1
         assert "rank 1: " in text and "rank-00001.safetensors is damaged in model." in text
 
 

@@ -19,15 +19,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import whale
 from whale.checkpoint import folder as folders
-from whale.checkpoint.format import Key, step_name
+from whale.checkpoint.collect import ObjectState
+from whale.checkpoint.format import Key, is_step_name, step_name
+from whale.checkpoint.hugging_face import export
 from whale.checkpoint.owners import Held, written_parts
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.values import decoded, encoded
+from whale.cli.app import app
 from whale.errors import CheckpointError, UsageError, WhaleError
 
 BATCH = {"input": torch.ones(4, 6)}
@@ -128,8 +133,20 @@ def test_as_many_stay_as_are_kept_and_the_same_step_is_replaced(tmp_path: Path) 
     assert folders.steps(tmp_path) == [3, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", step_name(2), step_name(3)]
     assert whale.load_checkpoint(tmp_path, model, optimizer=optimizer).step == 3  # type: ignore[union-attr]
-    whale.save_checkpoint(tmp_path, model, step=1, keep=2, optimizer=optimizer, asynchronous=False)
-    assert folders.steps(tmp_path) == [3, 2, 1], "what was just saved is not deleted"
+
+
+def test_a_run_that_went_back_keeps_what_it_saves_and_is_told_of_the_newest(runs: Runs, copy: Path) -> None:
+    whale.save_checkpoint(copy, runs.model, step=20, keep=3, optimizer=runs.optimizer, asynchronous=False)
+    said = "has a newer checkpoint than the one that is saved, that of step 20: delete it to go on from here"
+    with pytest.warns(UserWarning, match=said):
+        whale.save_checkpoint(copy, runs.model, step=5, keep=2, optimizer=runs.optimizer, asynchronous=False)
+    assert folders.steps(copy) == [20, 5], "as many as are kept, with what was just saved"
+    shutil.rmtree(copy / step_name(20))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whale.save_checkpoint(copy, runs.model, step=6, keep=2, optimizer=runs.optimizer, asynchronous=False)
+        whale.save_checkpoint(copy, runs.model, step=6, keep=1, optimizer=runs.optimizer, asynchronous=False)
+    assert folders.steps(copy) == [6]
 
 
 def test_what_is_saved_is_what_was_at_the_call(tmp_path: Path) -> None:
@@ -342,7 +359,18 @@ def test_links_and_pipes_are_not_followed(runs: Runs, copy: Path, name: str, kin
 def test_a_folder_that_is_a_link_is_no_checkpoint(runs: Runs, copy: Path) -> None:
     (copy / step_name(3)).symlink_to(copy / step_name(2))
     assert folders.steps(copy) == [2, 1]
-    assert runs.load(copy) == 2
+    with pytest.warns(UserWarning, match="step-00000003 is a link, which is not followed"):
+        assert runs.load(copy) == 2
+    for place, step in ((copy / step_name(3), None), (copy, 3)):
+        with pytest.raises(CheckpointError, match="step-00000003 is a link, which is not followed"):
+            whale.load_checkpoint(place, runs.model, step=step, optimizer=runs.optimizer)
+    for command, code, said in (
+        (["show", copy], 0, "is a link, which is not followed\n"),
+        (["verify", copy], 0, "is good"),
+        (["verify", copy / step_name(3)], 5, "is a link, which is not followed: give the folder itself"),
+    ):
+        done = CliRunner().invoke(app, ["checkpoint", *map(str, command)])
+        assert done.exit_code == code and said in done.output
 
 
 # --- owners, values, folders
@@ -387,13 +415,13 @@ def test_parts_that_overlap_are_written_once() -> None:
 
 
 def test_values_come_back_as_they_were() -> None:
-    tensors: list[Any] = []
+    tensors: Any = []
 
-    def put(value: Any) -> int | None:
+    def put(value: Any) -> dict[str, Any] | None:
         if not isinstance(value, Tensor):
             return None
         tensors.append(value)
-        return len(tensors) - 1
+        return {"$tensor": len(tensors) - 1}
 
     state = {
         "none": None,
@@ -403,30 +431,48 @@ def test_values_come_back_as_they_were() -> None:
         "tensor": torch.arange(3),
         "$name": np.float64(0.5),
     }
-    back = decoded(json.loads(json.dumps(encoded(state, "state", put))), lambda number: tensors[number])
+    back = decoded(json.loads(json.dumps(encoded(state, "state", put))), lambda which: tensors[which])
     assert torch.equal(back.pop("tensor"), state.pop("tensor"))  # type: ignore[arg-type]
     assert back == state and isinstance(back[3]["deep"], Counter) and type(back["$name"]) is float
 
 
+class Odd:
+    """An object of a script, with any state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 def test_what_files_cannot_hold_is_named(tmp_path: Path) -> None:
     model, _ = run_of()
-
-    class Odd:
-        def __init__(self, state: Any) -> None:
-            self.state = state
-
-        def state_dict(self) -> Any:
-            return self.state
-
-        def load_state_dict(self, state: Any) -> None:
-            self.state = state
-
     deep: Any = []
     for _ in range(100):
         deep = [deep]
     for value, said in ((object(), r"odd\['x'\] is a object"), (deep, "levels"), (lambda: 0, "is a function")):
         with pytest.raises(UsageError, match=said):
             whale.save_checkpoint(tmp_path, model, step=1, odd=Odd({"x": value}))
+    name = os.fsdecode(b"caf\xe9.txt")
+    for state, said in (
+        ({"x": [name]}, r"odd\['x'\]\[0\] is 'caf\\udce9.txt', which has half of a surrogate pair"),
+        ({name: 1}, r"the key 'caf\\udce9.txt' of odd is .* surrogate pair"),
+        ({1: 1, name: 1}, r"odd\['caf\\udce9.txt'\] is .* surrogate pair"),
+        ({"x": torch.eye(2).to_sparse()}, r"odd\.0 is a tensor that is torch\.sparse_coo, which files of safetensors"),
+        ({"x": torch.empty(2, device="meta")}, r"odd\.0 is a tensor that is on the device meta, which files"),
+        ({"x": torch.empty(0, dtype=torch.complex128)}, r"odd\.0 has torch\.complex128, which files"),
+        ({"x": -(10**99)}, r"odd\['x'\] is a number of more than 99 digits"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            whale.save_checkpoint(tmp_path, model, step=1, odd=Odd(state))
+    calls: tuple[Any, ...] = (partial(whale.save_checkpoint, step=1), whale.load_checkpoint, whale.load_weights)
+    for call in calls:
+        with pytest.raises(UsageError, match=r"(directory|path) is NoneType None; it must be the path of a f"):
+            call(None, model)
     with pytest.raises(UsageError, match="learning_rate is a float; give objects with state_dict"):
         whale.save_checkpoint(tmp_path, model, step=1, learning_rate=0.1)
     foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))])
@@ -598,3 +644,110 @@ def test_a_second_job_does_not_save_to_the_directory(runs: Runs, copy: Path, mon
     os.waitpid(child, 0)
     whale.save_checkpoint(copy, runs.model, step=3, optimizer=runs.optimizer, asynchronous=False)
     assert folders.steps(copy) == [3, 2]
+
+
+def test_steps_that_no_name_has_are_refused(runs: Runs, copy: Path) -> None:
+    for call in (whale.save_checkpoint, whale.load_checkpoint):
+        with pytest.raises(UsageError, match=rf"step={10**18}: it must be at most {10**18 - 1}"):
+            call(copy, runs.model, step=10**18, optimizer=runs.optimizer)
+    whale.save_checkpoint(copy, runs.model, step=10**18 - 1, optimizer=runs.optimizer, asynchronous=False)
+    done = whale.load_checkpoint(copy, runs.model, optimizer=runs.optimizer)
+    assert done is not None and done.step == 10**18 - 1
+    assert not any(map(is_step_name, ("step-000000002", "step-2", f"step-{10**18}")))
+
+
+def test_what_could_not_be_loaded_again_replaces_nothing(
+    runs: Runs, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whale.checkpoint.format.MAX_MANIFEST_BYTES", 10_000)
+    with pytest.raises(
+        CheckpointError, match=r"step 3 .* was not saved: .* bytes in manifest.json, which is read up to"
+    ):
+        whale.save_checkpoint(copy, runs.model, step=3, keep=1, odd=Odd("x" * 10_000), asynchronous=False)
+    monkeypatch.undo()
+    monkeypatch.setattr("whale.ir.json_reader.MAX_JSON_VALUES", 300)
+    with pytest.raises(CheckpointError, match=r"not saved: .*it could not be loaded again: .* more than 300 values"):
+        whale.save_checkpoint(copy, runs.model, step=3, keep=1, odd=Odd([0] * 300), asynchronous=False)
+    assert folders.steps(copy) == [2, 1]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(runs: Runs, copy: Path) -> None:
+    (copy / step_name(2)).rename(copy / step_name(9))
+    said = r"step-00000009 has the checkpoint of step 2: it was renamed or copied; give it the name step-00000002"
+    with pytest.warns(UserWarning, match=said):
+        assert runs.load(copy) == 1
+    with pytest.raises(CheckpointError, match=said):
+        whale.load_checkpoint(copy, runs.model, step=9, optimizer=runs.optimizer)
+
+
+@pytest.mark.parametrize("place", [0, 6, 7, 8, 20, 40, "end of the header"])
+def test_each_byte_of_a_header_is_verified(copy: Path, place: int | str) -> None:
+    file = copy / step_name(2) / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    where = 7 + int.from_bytes(content[:8], "little") if isinstance(place, str) else place
+    content[where] ^= 1
+    file.write_bytes(content)
+    with Reader(copy / step_name(2)) as reader, pytest.raises(CheckpointError, match="its header is not that of the"):
+        reader.verify()
+
+
+def test_bytes_that_are_of_no_part_are_found(copy: Path) -> None:
+    index = json.loads((copy / step_name(2) / "rank-00000.json").read_text())
+    file = copy / step_name(2) / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes() + b"more")
+    forged(copy, index={"bytes": index["bytes"] + 4})
+    with (
+        Reader(copy / step_name(2)) as reader,
+        pytest.raises(CheckpointError, match=r"its parts end at \d+ of "),
+    ):
+        reader.verify()
+
+
+def test_a_tensor_of_which_no_rank_has_a_part_is_missed(runs: Runs, copy: Path, tmp_path: Path) -> None:
+    index = json.loads((copy / step_name(2) / "rank-00000.json").read_text())
+    forged(copy, index={"parts": [one for one in index["parts"] if one["name"] != "0.bias" or one["of"] != "model"]})
+    with Reader(copy / step_name(2)) as reader:
+        for call in (reader.verify, lambda: export(reader, tmp_path / "out", 10**9)):
+            with pytest.raises(CheckpointError, match=r"step-00000002 has no part of 0.bias of model, which manifest"):
+                call()
+    with pytest.raises(CheckpointError, match="has no model.0.bias"):
+        runs.load(copy)
+
+
+def test_tensors_without_elements_are_those_of_no_part(tmp_path: Path) -> None:
+    local = nn.Linear(6, 1)
+    local.register_buffer("none", torch.empty(0, 3, dtype=torch.float64))
+    model = whale.parallelize(local, BATCH, loss_fn=lambda output, batch: output.square().mean(), device="cpu")
+    whale.save_checkpoint(tmp_path, model, step=1, asynchronous=False)
+    assert whale.load_checkpoint(tmp_path, model) is not None
+    with Reader(tmp_path / step_name(1)) as reader:
+        assert reader.verify() > 0
+        assert export(reader, tmp_path / "out", 10**9).num_tensors == 3
+    found = load_file(tmp_path / "out" / "model.safetensors")["none"]
+    assert found.shape == (0, 3) and found.dtype == torch.float64
+    whale.load_weights(tmp_path / "out", model)
+    whale.load_weights(tmp_path, model)
+
+
+def test_a_tensor_without_elements_comes_back(runs: Runs, tmp_path: Path) -> None:
+    state = {"seen": [torch.empty(0, 3, dtype=torch.int32), torch.ones(2)]}
+    own = Odd()
+    whale.save_checkpoint(tmp_path, runs.model, step=1, odd=Odd(state), asynchronous=False)
+    whale.load_checkpoint(tmp_path, runs.model, odd=own)
+    assert own.state["seen"][0].shape == (0, 3) and own.state["seen"][0].dtype == torch.int32
+    assert torch.equal(own.state["seen"][1], torch.ones(2))
+    for wrong in (["F32"], ["F32", 2], ["O", 0], ["F32", 0, -1], ["F32", 0, True], [[], 0], 3):
+        with pytest.raises(CheckpointError, match=r"a state has \$empty: .*, which this Whale does not know"):
+            decoded({"$empty": wrong}, lambda which: which)
+
+
+def test_dicts_keep_the_order_of_their_keys(runs: Runs, tmp_path: Path) -> None:
+    weights = {"wiki": 1, "books": 2, "arxiv": 3}
+    state = {"weights": weights, "counts": {("b", 1): weights, ("a", 0): 2}, "all": [weights]}
+    own = Odd()
+    whale.save_checkpoint(tmp_path, runs.model, step=1, odd=Odd(state), asynchronous=False)
+    assert whale.load_checkpoint(tmp_path, runs.model, odd=own) is not None
+    assert own.state == state
+    assert repr(own.state) == repr(state)
+    other = dict(sorted(weights.items()))
+    assert ObjectState(weights, []).digest() != ObjectState(other, []).digest(), "ranks have orders of their own"

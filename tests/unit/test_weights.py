@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> No
 def test_of_a_run_the_newest_good_checkpoint_is_taken(saved: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(saved, tmp_path / "runs"))
     for step in (8, 9):
-        shutil.copytree(copy / "step-00000007", copy / f"step-{step:08d}")
+        whale.save_checkpoint(copy, parallel(0), step=step, keep=3, asynchronous=False)
     (copy / "step-00000009" / "manifest.json").unlink()
     file = copy / "step-00000008" / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
@@ -165,7 +165,7 @@ def test_of_a_run_the_newest_good_checkpoint_is_taken(saved: Path, tmp_path: Pat
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         p.name for p in (tmp_path / "whole").iterdir()
     )
-    assert "step-00000008: step 7" in run("checkpoint", "show", copy)  # whose indexes are good
+    assert "step-00000008: step 8" in run("checkpoint", "show", copy)  # whose indexes are good
     assert "manifest.json cannot be read" in run("checkpoint", "verify", copy, code=5)
     shutil.rmtree(copy / "step-00000007")
     assert "has no good checkpoint" in run("export", copy, "-o", tmp_path / "none", code=5)
@@ -247,3 +247,35 @@ def test_a_pipe_is_no_file_of_weights(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="no file of safetensors"):
         WeightFiles(tmp_path / "model.safetensors")
+
+
+def test_weights_of_a_run_are_those_of_its_newest_good_checkpoint(saved: Path, tmp_path: Path, model: Any) -> None:
+    copy = Path(shutil.copytree(saved, tmp_path / "runs"))
+    whale.save_checkpoint(copy, parallel(2), step=8, asynchronous=False)
+    file = copy / "step-00000008" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    with pytest.warns(UserWarning, match="a newer checkpoint is damaged, and step-00000007 is loaded: rank 0: "):
+        whale.load_weights(copy, model)
+    assert same(model.full_state_dict(), gpt2(0).state_dict())
+    with pytest.raises(CheckpointError, match=r"rank 0: .*step-00000008/rank-00000.safetensors is damaged"):
+        whale.load_weights(copy / "step-00000008", model)
+
+
+def test_names_of_one_parameter_must_have_the_same_values(saved: Path, tmp_path: Path, model: Any) -> None:
+    given = {name: tensor.clone() for name, tensor in gpt2(5).state_dict().items()}
+    save_file(given, tmp_path / "model.safetensors")
+    whale.load_weights(tmp_path, model)
+    assert same(model.full_state_dict(), gpt2(5).state_dict())
+    save_file(given | {"lm_head.weight": given["lm_head.weight"] + 1}, tmp_path / "model.safetensors")
+    whale.load_weights(saved, model)
+    with pytest.raises(CheckpointError, match="wte.weight and lm_head.weight are one tensor here, and have other"):
+        whale.load_weights(tmp_path, model)
+    assert same(model.full_state_dict(), gpt2(0).state_dict())
+    whale.load_weights(tmp_path, model, strict=False)
+    assert same(model.full_state_dict(), gpt2(5).state_dict())
+    untied = GPT2LMHeadModel(GPT2Config(**CONFIG.to_diff_dict() | {"tie_word_embeddings": False}))
+    whale.save_checkpoint(tmp_path / "runs", whale.parallelize(untied, BATCH, device="cpu"), step=1, asynchronous=False)
+    with pytest.raises(CheckpointError, match="are one tensor here, and have other values there"):
+        whale.load_weights(tmp_path / "runs", model)

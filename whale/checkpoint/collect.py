@@ -8,18 +8,19 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from whale.checkpoint.format import Group, Intervals, Key, whole
+from whale.checkpoint.format import Group, Intervals, Key, form_of_empty, whole
 from whale.checkpoint.generators import of_process, state_of_generator
 from whale.checkpoint.owners import TILE, Held, tiles, written_by, written_parts
 from whale.checkpoint.reader import Array
 from whale.checkpoint.staging import Staging
-from whale.checkpoint.tensors import dtype_name, elements, taken
+from whale.checkpoint.tensors import dtype_name, dtype_of, elements, taken
 from whale.checkpoint.values import encoded
 from whale.checkpoint.writer import Piece
 from whale.errors import UsageError
@@ -105,7 +106,7 @@ class ObjectState:
 
     def digest(self) -> str:
         """The SHA-256 of all of it."""
-        found = hashlib.sha256(json.dumps(self.encoded, sort_keys=True).encode())
+        found = hashlib.sha256(json.dumps(self.encoded).encode())  # ranks keep their own orders of keys
         for piece in self.pieces:
             found.update(f"{piece.dtype} {piece.shape}".encode())
             found.update(memoryview(np.ascontiguousarray(piece.elements).reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
@@ -209,6 +210,12 @@ class _Collector:
     def _add_model(self, of: str, layout: _Layout) -> None:
         engine = layout.engine
         self.found.names[of] = dict(engine.aliases)
+        if engine.world.rank == 0:  # of which no rank has a part
+            self.found.values[of] = {
+                name: {"": form_of_empty(dtype_name(shard.dtype, Key(of, "", name)), shard.shape)}
+                for name in dict.fromkeys(engine.aliases.values())
+                if not prod((shard := engine.shard(name)).shape)
+            }
         for name in layout.written:
             self._add_parts(Key(of, "", name), engine.tensors[name], layout)
 
@@ -216,6 +223,7 @@ class _Collector:
         """Add what this rank writes of a tensor that is divided as a parameter is, or as the first dims of one."""
         rank, written = layout.engine.world.rank, layout.written
         shard = layout.engine.shard(key.name)
+        dtype = dtype_of(tensor, key)
         if tensor.dim() < len(shard.shape):
             shard = shard.of_first_dims(tensor.dim())
             held = Held(shard.shape, tensor.element_size(), shard.parts)
@@ -223,20 +231,20 @@ class _Collector:
         own = shard.parts[rank]
         for at in written.get(key.name, ()):
             part = self._elements(taken(tensor, own, at))
-            self.found.pieces.append(Piece(key, dtype_name(tensor.dtype, key), shard.shape, at, part))
+            self.found.pieces.append(Piece(key, dtype, shard.shape, at, part))
 
     def _whole(self, key: Key, tensor: Tensor) -> Piece:
         shape = tuple(tensor.shape)
-        return Piece(key, dtype_name(tensor.dtype, key), shape, whole(shape), self._elements(tensor))
+        return Piece(key, dtype_of(tensor, key), shape, whole(shape), self._elements(tensor))
 
     def _elements(self, tensor: Tensor) -> Array:
         return elements(tensor if self.staging is None else self.staging.copied(tensor))
 
-    def _putting(self, pieces: list[Piece], key: Callable[[int], Key]) -> Callable[[Any], int | None]:
+    def _putting(self, pieces: list[Piece], key: Callable[[int], Key]) -> Callable[[Any], dict[str, Any] | None]:
         """Takes tensors that are written whole."""
         count = 0
 
-        def put(value: Any) -> int | None:
+        def put(value: Any) -> dict[str, Any] | None:
             nonlocal count
             if not isinstance(value, Tensor):
                 return None
@@ -244,12 +252,11 @@ class _Collector:
                 raise UsageError(
                     f"{key(count).of} has {value!r} in its state: give the parallel model or the optimizer itself"
                 )
-            if value.numel():
-                pieces.append(self._whole(key(count), value))
-            else:
-                raise UsageError(f"{key(count).of} has a tensor without elements, which a checkpoint cannot hold")
+            if not value.numel():
+                return form_of_empty(dtype_of(value, key(count)), tuple(value.shape))
+            pieces.append(self._whole(key(count), value))
             count += 1
-            return count - 1
+            return {"$tensor": count - 1}
 
         return put
 

@@ -16,11 +16,11 @@ import socket
 import time
 from pathlib import Path
 
-from whale.checkpoint.format import MANIFEST, is_step_name, step_name
+from whale.checkpoint.format import MANIFEST, is_step_name, step_name, step_of
 from whale.checkpoint.writer import synced_folder, write_synced
 from whale.errors import CheckpointError
 
-__all__ = ["begin", "checkpoint_in", "checkpoints_in", "commit", "release", "steps"]
+__all__ = ["begin", "checkpoints_in", "commit", "links", "release", "steps"]
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0
@@ -32,12 +32,20 @@ _locks: dict[tuple[int, str], int] = {}
 
 def steps(directory: Path) -> list[int]:
     """The steps of complete checkpoints, the newest first."""
-    try:
-        with os.scandir(directory) as entries:
-            names = [e.name for e in entries if is_step_name(e.name) and e.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    return sorted((int(name.removeprefix("step-")) for name in names), reverse=True)
+    paths = [directory / name for name in _names(directory)]
+    return [step_of(path.name) for path in paths if path.is_dir() and not path.is_symlink()]
+
+
+def links(directory: Path) -> list[Path]:
+    """Links with the names of checkpoints, which are not followed."""
+    return [directory / name for name in _names(directory) if (directory / name).is_symlink()]
+
+
+def _names(directory: Path) -> list[str]:
+    """The names of checkpoints, of folders or not, the newest first."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(filter(is_step_name, os.listdir(directory)), key=step_of, reverse=True)
+    return []
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -58,7 +66,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(folder: Path, step: int, manifest: str, keep: int) -> None:
-    """Make a folder with the files of all ranks the checkpoint of a step, and delete all but the newest *keep* ones.
+    """Make a folder with the files of all ranks the checkpoint of a step; it and the newest others stay, *keep* in all.
 
     Raises:
         OSError: it cannot be written.
@@ -70,7 +78,8 @@ def commit(folder: Path, step: int, manifest: str, keep: int) -> None:
     gone = [_put_aside(final)] if final.exists() else []
     os.rename(folder, final)
     synced_folder(directory)
-    gone += [_put_aside(directory / step_name(old)) for old in steps(directory)[keep:] if old != step]
+    others = [other for other in steps(directory) if other != step]
+    gone += [_put_aside(directory / step_name(other)) for other in others[keep - 1 :]]
     for path in gone:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -118,11 +127,6 @@ def release(directory: Path) -> None:
 
 def checkpoints_in(path: Path) -> list[Path]:
     """Folders of checkpoints: *path* itself, or those in it, the newest first."""
-    if is_step_name(path.name) and (path / MANIFEST).is_file():
+    if is_step_name(path.name) and (path.is_symlink() or (path / MANIFEST).is_file()):
         return [path]
     return [path / step_name(step) for step in (steps(path) if path.is_dir() else ())]
-
-
-def checkpoint_in(path: Path) -> Path | None:
-    """The folder of a checkpoint: *path* itself, or the newest in it; None if it is neither."""
-    return next(iter(checkpoints_in(path)), None)

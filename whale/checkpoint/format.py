@@ -14,11 +14,12 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -38,6 +39,7 @@ __all__ = [
     "CHUNK_BYTES",
     "DTYPE_BYTES",
     "MANIFEST",
+    "MAX_STEP",
     "VERSION",
     "Group",
     "Index",
@@ -45,7 +47,11 @@ __all__ = [
     "Key",
     "Manifest",
     "Part",
+    "check_manifest",
     "data_name",
+    "empty_of_form",
+    "form_of_empty",
+    "header_of",
     "index_name",
     "index_of",
     "is_step_name",
@@ -56,6 +62,7 @@ __all__ = [
     "parse_manifest",
     "read_file",
     "step_name",
+    "step_of",
     "whole",
     "written_manifest",
 ]
@@ -76,6 +83,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 """The dtypes of safetensors, with the bytes of an element."""
 
+MAX_STEP = 10**18 - 1
 MAX_RANKS = 1 << 16
 MAX_ELEMENTS = 1 << 50
 MAX_INDEX_BYTES = 1 << 28
@@ -95,7 +103,12 @@ def step_name(step: int) -> str:
 
 def is_step_name(name: str) -> bool:
     """Whether it is the name of a complete checkpoint."""
-    return re.fullmatch(r"step-[0-9]{8,18}", name) is not None
+    return re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,17})", name) is not None
+
+
+def step_of(name: str) -> int:
+    """The step of a complete checkpoint with this name."""
+    return int(name.removeprefix("step-"))
 
 
 def data_name(rank: int) -> str:
@@ -235,8 +248,9 @@ class Index(Record):
         bytes: of its file of tensors.
         parts: in it.
         groups: of the optimizers, by name.
-        values: states of optimizers that are no tensors, by the optimizer's name, parameter and state; and of objects
-            whose state is another than on rank 0, under empty names.
+        values: states of optimizers that are no tensors, by the optimizer's name, parameter and state; of objects whose
+            state is another than on rank 0, under empty names; and for rank 0 the forms of the models' tensors without
+            elements, by the model's name and that of the tensor, under an empty state.
     """
 
     bytes: _Size
@@ -268,7 +282,7 @@ class Manifest(Record):
         versions: of what has written it.
     """
 
-    step: Annotated[int, Field(ge=0, lt=10**18)]
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     indexes: Annotated[tuple[_Digest, ...], Field(min_length=1, max_length=MAX_RANKS)]
     names: dict[_Name, dict[_Name, _Name]]
     optimizers: dict[_Name, _Name] = Field(default_factory=dict)
@@ -283,7 +297,59 @@ class Manifest(Record):
         return self
 
 
+def form_of_empty(dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The JSON of a tensor without elements, of which no file has a part.
+
+    >>> empty_of_form(form_of_empty("F32", (0, 3)))
+    ('F32', (0, 3))
+    """
+    return {"$empty": [dtype, *shape]}
+
+
+def empty_of_form(value: object) -> tuple[str, tuple[int, ...]] | None:
+    """The dtype and the shape that `form_of_empty` has written; None of anything else."""
+    match value:
+        case {"$empty": [str(dtype), *shape]} if dtype in DTYPE_BYTES and 0 in shape and len(shape) <= MAX_DIMS:
+            if all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in shape):
+                return dtype, tuple(shape)
+    return None
+
+
 # --- files
+
+
+class Cut(Protocol):
+    """A part of a tensor in a file of safetensors."""
+
+    @property
+    def key(self) -> Key:
+        """The tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its elements."""
+
+    @property
+    def at(self) -> Intervals:
+        """The stretches of each dim of the tensor that it has."""
+
+
+def header_of(pieces: Iterable[Cut]) -> bytes:
+    """The beginning of a file of safetensors with these tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    seen: Counter[str] = Counter()
+    offset = 0
+    for piece in pieces:
+        name = str(piece.key)
+        seen[name] += 1
+        shape = tuple(map(length, piece.at))
+        size = prod(shape) * DTYPE_BYTES[piece.dtype]
+        name = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        header[name] = {"dtype": piece.dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def open_file(path: Path) -> int:
@@ -359,6 +425,23 @@ def written_manifest(manifest: Manifest) -> str:
     return json.dumps(outer, indent=1, allow_nan=False) + "\n"
 
 
+def check_manifest(content: bytes, path: Path) -> None:
+    """Refuse a manifest that would not be read again; older checkpoints are deleted for one that is.
+
+    Raises:
+        CheckpointError: it breaks a limit.
+    """
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"the states of objects have {len(content)} bytes in {path.name}, which is read up to "
+            f"{MAX_MANIFEST_BYTES}: give numbers in tensors"
+        )
+    try:
+        manifest_of(content, path)
+    except CheckpointError as error:
+        raise CheckpointError(f"it could not be loaded again: {error}") from error
+
+
 def parse_manifest(path: Path) -> Manifest:
     """Read a manifest.
 
@@ -379,7 +462,7 @@ def manifest_of(content: bytes, path: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged, or none of Whale's: it names no format")
     if version != VERSION:
         raise CheckpointError(f"{path} has version {version} of the format, and this Whale reads {VERSION}: update it")
-    inner = _canonical(outer.get("content"))
-    if hashlib.sha256(inner.encode()).hexdigest() != outer.get("sha256"):
+    content_found = outer.get("content")
+    if hashlib.sha256(_canonical(content_found).encode()).hexdigest() != outer.get("sha256"):
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not that of its content")
-    return _validated(Manifest, inner, path)
+    return _validated(Manifest, json.dumps(content_found), path)  # the digest is of sorted keys, states have their own

@@ -18,9 +18,9 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
-from whale.checkpoint.format import DTYPE_BYTES, MAX_ELEMENTS, Intervals, Key, length, whole
+from whale.checkpoint.format import DTYPE_BYTES, MAX_ELEMENTS, Intervals, Key, header_of, length, whole
 from whale.checkpoint.reader import Array, Reader, empty, segments
-from whale.checkpoint.writer import Piece, header_of, synced_folder, write_all
+from whale.checkpoint.writer import Piece, synced_folder, write_all
 from whale.errors import CheckpointError, InputFileError, UsageError
 from whale.ir.files import write_file
 from whale.ir.json_reader import parse_json
@@ -58,6 +58,7 @@ def export(reader: Reader, folder: Path, max_shard_bytes: int) -> Exported:
         UsageError: the folder has weights, or cannot be written.
         CheckpointError: the checkpoint is damaged; no file is left.
     """
+    reader.check_names()
     names = sorted(set(reader.manifest.names["model"].values()))
     forms = {name: form for name in names if (form := reader.form(Key("model", "", name))) is not None}
     sizes = {name: prod(shape) * DTYPE_BYTES[dtype] for name, (dtype, shape) in forms.items()}

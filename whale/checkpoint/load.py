@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from whale.arguments import check_count, check_type, known_arguments
+from whale.checkpoint.agree import Mismatch, newest_good
 from whale.checkpoint.collect import (
     MODEL,
     OF_PROCESS,
@@ -27,8 +28,19 @@ from whale.checkpoint.collect import (
     sorted_out,
     state_tensor_key,
 )
-from whale.checkpoint.folder import steps
-from whale.checkpoint.format import Group, Index, Intervals, Key, is_step_name, length, step_name, whole
+from whale.checkpoint.folder import links, steps
+from whale.checkpoint.format import (
+    MAX_STEP,
+    Group,
+    Index,
+    Intervals,
+    Key,
+    is_step_name,
+    length,
+    step_name,
+    step_of,
+    whole,
+)
 from whale.checkpoint.generators import GeneratorState
 from whale.checkpoint.reader import Reader
 from whale.checkpoint.save import wait_for_checkpoints
@@ -59,10 +71,6 @@ class LoadedCheckpoint:
     bytes_read: int
 
 
-class _Mismatch(CheckpointError):
-    """A good checkpoint of something else: an older one would not fit either."""
-
-
 @known_arguments()
 def load_checkpoint(
     directory: str | PathLike[str],
@@ -89,18 +97,19 @@ def load_checkpoint(
         UsageError: an object refuses its state.
         WorkerError: a rank did not come within the timeout.
     """
+    check_type("directory", directory, (str, PathLike), "the path of a folder")
     check_type("model", model, ParallelModule, "a parallel model, as whale.parallelize returns it")
     if step is not None:
-        check_count("step", step, least=0)
-    return _newest_good(Path(directory).absolute(), sorted_out(model, state), step, strict, _Loading.run)
+        check_count("step", step, least=0, most=MAX_STEP)
+    return _loaded(Path(directory).absolute(), sorted_out(model, state), step, strict, _Loading.run)
 
 
 def load_random_numbers(directory: str | PathLike[str], model: ParallelModule) -> LoadedCheckpoint | None:
     """Set the random numbers of a checkpoint alone, as `load_checkpoint` does, after something has drawn some."""
-    return _newest_good(Path(directory).absolute(), sorted_out(model, {}), None, False, _Loading.read_random)
+    return _loaded(Path(directory).absolute(), sorted_out(model, {}), None, False, _Loading.read_random)
 
 
-def _newest_good(
+def _loaded(
     directory: Path, kinds: Kinds, step: int | None, strict: bool, read: Callable[[_Loading], None]
 ) -> LoadedCheckpoint | None:
     """Load what *read* reads of the newest checkpoint that is good for all ranks, or of that of a step."""
@@ -108,58 +117,43 @@ def _newest_good(
     world = engine_of(kinds.models[MODEL]).world
     meeting = Board(world, "checkpoint that is loaded", world.failures.timeout_seconds)
     if step is None and is_step_name(directory.name):  # one of them was named, which may be gone
-        directory, step = directory.parent, int(directory.name.removeprefix("step-"))
+        directory, step = directory.parent, step_of(directory.name)
     if world.rank == 0:
         meeting.put("steps", _steps(directory))
-    found, unreadable = meeting.get("steps", 0)
+    found, linked, unreadable = meeting.get("steps", 0)
     if unreadable:
         raise CheckpointError(f"rank 0: {directory} cannot be read: {unreadable}")
+    if step is not None and step in linked:
+        raise CheckpointError(f"{directory / step_name(step)} is a link, which is not followed: give the folder itself")
     if step is not None and step not in found:
         raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has {found or 'none'}")
-    damaged: list[str] = []
-    for each in found if step is None else [step]:
-        staged, verdict = None, ["", ""]
-        try:
-            staged = _staged(directory / step_name(each), kinds, strict, read)
-        except _Mismatch as error:
-            verdict = ["of another", str(error)]
-        except WhaleError as error:
-            verdict = ["damaged", str(error)]
-        except Exception as error:  # the others wait
-            verdict = ["unreadable", f"{type(error).__name__}: {error}"]
-        meeting.put(f"{each}/{world.rank}", verdict)
-        verdicts = [meeting.get(f"{each}/{rank}", rank) for rank in range(world.size)]
-        refused = [(rank, kind, why) for rank, (kind, why) in enumerate(verdicts) if kind]
-        if not refused:
-            assert staged is not None
-            staged.apply()
-            for text in damaged:
-                world.warn(f"a newer checkpoint is damaged, and that of step {each} was loaded: {text}")
-            for text in staged.warnings:
-                world.warn(text)
-            folder = directory / step_name(each)
-            return LoadedCheckpoint(step=each, folder=folder, damaged=tuple(damaged), bytes_read=staged.bytes_read)
-        rank, kind, why = next((one for one in refused if one[1] == "of another"), refused[0])
-        if kind == "of another":
-            raise CheckpointError(f"rank {rank}: {why}")
-        damaged.append(f"rank {rank}: {why}")
-    if damaged:
-        raise CheckpointError(f"{directory} has no good checkpoint: {'; '.join(damaged)}")
-    return None
+    for each in linked:
+        world.warn(f"{directory / step_name(each)} is a link, which is not followed")
+    folders = [directory / step_name(each) for each in (found if step is None else [step])]
+    if not folders:
+        return None
+    agreed = newest_good(meeting, folders, lambda folder: _staged(folder, kinds, strict, read))
+    staged = agreed.found
+    staged.apply()
+    for text in staged.warnings:
+        world.warn(text)
+    return LoadedCheckpoint(step=staged.step, folder=agreed.place, damaged=agreed.damaged, bytes_read=staged.bytes_read)
 
 
-def _steps(directory: Path) -> tuple[list[int], str]:
-    """The steps of complete checkpoints, and what is wrong with the directory: the other ranks wait for either."""
+def _steps(directory: Path) -> tuple[list[int], list[int], str]:
+    """The steps of complete checkpoints, those of links, and what is wrong with the directory: the other ranks wait for
+    one of these."""
     try:
-        return steps(directory), ""
+        return steps(directory), [step_of(link.name) for link in links(directory)], ""
     except OSError as error:
-        return [], error.strerror or type(error).__name__
+        return [], [], error.strerror or type(error).__name__
 
 
 @dataclass
 class _Staged:
     """State that was read, and is not yet used."""
 
+    step: int
     bytes_read: int = 0
     actions: list[Callable[[], None]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -175,7 +169,7 @@ def _staged(folder: Path, kinds: Kinds, strict: bool, read: Callable[[_Loading],
     with Reader(folder) as reader:
         loading = _Loading(reader, kinds, strict)
         read(loading)
-        return _Staged(reader.bytes_read, loading.actions, loading.warnings)
+        return _Staged(reader.manifest.step, reader.bytes_read, loading.actions, loading.warnings)
 
 
 class _Loading:
@@ -215,7 +209,7 @@ class _Loading:
         given = {*self.kinds.models, *self.kinds.optimizers, *self.kinds.objects} - {MODEL}
         given = {of for of in given if not of.startswith(OF_PROCESS)}
         if self.strict and saved != given:
-            raise _Mismatch(
+            raise Mismatch(
                 f"{self.reader.folder} has the states of {', '.join(sorted(saved)) or 'nothing'} beside the model, but "
                 f"{', '.join(sorted(given)) or 'none'} were given: give the objects that were saved, by their names, "
                 "or strict=False"
@@ -223,7 +217,7 @@ class _Loading:
         for of, optimizer in self.kinds.optimizers.items():
             wanted, found = class_of_states(optimizer), self.manifest.optimizers.get(of)
             if found is not None and found != wanted:
-                raise _Mismatch(f"{self.reader.folder} has the state of {found} as {of}, but {wanted} was given")
+                raise Mismatch(f"{self.reader.folder} has the state of {found} as {of}, but {wanted} was given")
 
     def _read_object(self, of: str, value: Any) -> None:
         """The state that an object has on this rank: its own, if as many ranks have saved; else rank 0's. Generators
@@ -270,8 +264,11 @@ class _Loading:
         return made
 
     def _decoded(self, value: Any, tensor: Callable[[int], Tensor]) -> Any:
+        def made(which: int | tuple[str, tuple[int, ...]]) -> Tensor:
+            return tensor(which) if isinstance(which, int) else torch.empty(which[1], dtype=DTYPES[which[0]])
+
         try:
-            return decoded(value, tensor)
+            return decoded(value, made)
         except CheckpointError as error:
             raise CheckpointError(f"{self.reader.folder}: {error}") from error
 
@@ -285,19 +282,19 @@ class _Loading:
         """For each first name of the model's tensors that of the checkpoint's.
 
         Raises:
-            _Mismatch: names differ, or tensors are tied here that are not there.
+            Mismatch: names differ, or tensors are tied here that are not there.
         """
         saved = self.manifest.names[of]
         unknown, missing = sorted(saved.keys() - engine.aliases.keys()), sorted(engine.aliases.keys() - saved.keys())
         if self.strict and (unknown or missing):
-            raise _Mismatch(
+            raise Mismatch(
                 f"{self.reader.folder} is of another model: it has {unknown[:5] or 'no name'} that this one has not, "
                 f"and lacks {missing[:5] or 'none'} of this one's"
             )
         found: dict[str, str] = {}
         for name, first in engine.aliases.items():
             if name in saved and found.setdefault(first, saved[name]) != saved[name]:
-                raise _Mismatch(
+                raise Mismatch(
                     f"{self.reader.folder} is of another model: {name} and {first} are one tensor here, and two there"
                 )
         return found
@@ -326,7 +323,7 @@ class _Loading:
         if form is None:
             raise CheckpointError(f"{self.reader.folder} has no {key}")
         if (DTYPES[form[0]], form[1]) != (dtype, shape):
-            raise _Mismatch(
+            raise Mismatch(
                 f"{self.reader.folder} is of another model: {key} has shape {form[1]} and {DTYPES[form[0]]} there, and "
                 f"{shape} and {dtype} here"
             )
@@ -387,7 +384,7 @@ class _Loading:
             elif shape == shard.shape[: len(shape)]:
                 found[key.state] = self._tensor(key, own[: len(shape)]).to(parameter.device)
             else:
-                raise _Mismatch(
+                raise Mismatch(
                     f"{key} has shape {shape}, and the parameter {shard.shape}, of which rank {engine.world.rank} has "
                     "a part: load it into a plan under which ranks have whole parameters"
                 )
@@ -420,7 +417,7 @@ class _Loading:
         if not found:
             return {}
         if any(_without_numbers(one.options) != _without_numbers(found[0][1].options) for _, one in found):
-            raise _Mismatch(
+            raise Mismatch(
                 f"group {position} of {of} has parameters of several groups of {self.reader.folder}, whose options "
                 "differ: make the groups as they were"
             )

@@ -22,11 +22,15 @@ from whale.checkpoint.format import (
     Key,
     Part,
     data_name,
+    empty_of_form,
+    header_of,
     index_name,
+    is_step_name,
     length,
     open_file,
     parse_index,
     parse_manifest,
+    step_name,
     whole,
 )
 from whale.errors import CheckpointError
@@ -118,10 +122,17 @@ class Reader:
     """
 
     def __init__(self, folder: Path) -> None:
-        if folder.is_symlink() or not folder.is_dir():
+        if folder.is_symlink():
+            raise CheckpointError(f"{folder} is a link, which is not followed: give the folder itself")
+        if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder of a checkpoint")
         self.folder = folder
         self.manifest = parse_manifest(folder / MANIFEST)
+        if is_step_name(folder.name) and folder.name != step_name(self.manifest.step):
+            raise CheckpointError(
+                f"{folder} has the checkpoint of step {self.manifest.step}: it was renamed or copied; give it the name "
+                f"{step_name(self.manifest.step)} again"
+            )
         self.indexes: list[Index] = []
         self.parts: dict[Key, list[Placed]] = {}
         self.bytes_read = 0
@@ -165,8 +176,9 @@ class Reader:
 
     def form(self, key: Key) -> tuple[str, tuple[int, ...]] | None:
         """The dtype and the whole shape of a tensor; None if it is not there."""
-        placed = self.parts.get(key)
-        return None if placed is None else (placed[0].part.dtype, placed[0].part.shape)
+        if placed := self.parts.get(key):
+            return placed[0].part.dtype, placed[0].part.shape
+        return empty_of_form(self.indexes[0].values.get(key.of, {}).get(key.name, {}).get(key.state))
 
     def read(self, key: Key, at: Intervals | None = None) -> Array:
         """A part of a tensor, by default all of it.
@@ -186,7 +198,7 @@ class Reader:
     def read_into(self, key: Key, at: Intervals, out: Array) -> None:
         """The same into an array of that shape, contiguous, which is spoiled if something is damaged."""
         done = 0
-        for part, rank in self.parts[key]:
+        for part, rank in self.parts.get(key, ()):
             meets = [segments(target, source) for target, source in zip(at, part.at, strict=True)]
             if all(meets):
                 done += self._take(part, rank, meets, out)
@@ -194,16 +206,49 @@ class Reader:
             raise CheckpointError(f"{self.folder} is damaged: it has {done} of {out.size} elements of a part of {key}")
 
     def verify(self) -> int:
-        """Check every byte of the checkpoint; returns how many there are.
+        """Check every byte of the checkpoint, and that all tensors of its models are there; returns how many bytes.
 
         Raises:
             CheckpointError: names the first part that is damaged.
         """
+        self.check_names()
         for rank, index in enumerate(self.indexes):
+            self._check_places(rank, index)
             for part in index.parts:
                 for chunk in range(part.num_chunks):
                     self._chunk(part, rank, chunk, None)
         return self.bytes_read
+
+    def check_names(self) -> None:
+        """Refuse a manifest that names tensors of models which no rank has written; a load misses them by itself."""
+        for of, names in self.manifest.names.items():
+            missing = [name for name in dict.fromkeys(names.values()) if self.form(Key(of, "", name)) is None]
+            if missing:
+                raise CheckpointError(
+                    f"{self.folder} has no part of {', '.join(missing[:5])} of {of}, which {MANIFEST} names: it is "
+                    "damaged, or of an earlier Whale and the tensor has no elements: then load it and save it again"
+                )
+
+    def _check_places(self, rank: int, index: Index) -> None:
+        """Refuse another header than that of the parts, and bytes that are of no part: no load reads either."""
+        header = header_of(index.parts)
+        found = self._read(rank, memoryview(bytearray(len(header))), 0)
+        if found != header:
+            raise CheckpointError(
+                f"{self.folder / data_name(rank)} is damaged: its header is not that of the parts in its index"
+            )
+        end = len(header)
+        for part in index.parts:
+            if part.offset != end:
+                raise CheckpointError(
+                    f"{self.folder / index_name(rank)} is damaged: {part.key} begins at {part.offset}, and what is "
+                    f"before it ends at {end}"
+                )
+            end += part.num_rows * part.row_bytes
+        if end != index.bytes:
+            raise CheckpointError(
+                f"{self.folder / data_name(rank)} is damaged: its parts end at {end} of {index.bytes} bytes"
+            )
 
     def _take(self, part: Part, rank: int, meets: list[list[Segment]], out: Array) -> int:
         """Copy the elements of a part that are wanted; returns how many they are."""
@@ -241,16 +286,22 @@ class Reader:
             self._scratch = np.empty(size, np.uint8)
         found = self._scratch[:size].view(f"u{DTYPE_BYTES[part.dtype]}") if into is None else into
         view = memoryview(found.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        place = self.folder / data_name(rank)
-        try:
-            got = os.preadv(self._file(rank), [view], part.offset + first * part.row_bytes)
-        except OSError as error:
-            raise CheckpointError(f"{place} cannot be read: {error.strerror}") from error
-        self.bytes_read += got
-        if got != size or hashlib.sha256(view).hexdigest() != part.digest(chunk):
-            what = "is cut short" if got != size else "is damaged"
-            raise CheckpointError(f"{place} {what} in {part.key}, chunk {chunk} of {part.num_chunks}")
+        got = self._read(rank, view, part.offset + first * part.row_bytes)
+        if len(got) != size or hashlib.sha256(got).hexdigest() != part.digest(chunk):
+            what = "is cut short" if len(got) != size else "is damaged"
+            raise CheckpointError(
+                f"{self.folder / data_name(rank)} {what} in {part.key}, chunk {chunk} of {part.num_chunks}"
+            )
         return found
+
+    def _read(self, rank: int, into: memoryview, offset: int) -> memoryview:
+        """The bytes of a rank's file from an offset on, in this memory; fewer where the file ends."""
+        try:
+            got = os.preadv(self._file(rank), [into], offset)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / data_name(rank)} cannot be read: {error.strerror}") from error
+        self.bytes_read += got
+        return into[:got]
 
     def _file(self, rank: int) -> int:
         if rank not in self._files:

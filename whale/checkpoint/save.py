@@ -24,10 +24,10 @@ import torch
 from whale.arguments import check_count, check_type, known_arguments
 from whale.checkpoint import folder as folders
 from whale.checkpoint.collect import OF_PROCESS, Collected, collect, engine_of, sorted_out
-from whale.checkpoint.format import Manifest, written_manifest
+from whale.checkpoint.format import MANIFEST, MAX_STEP, Manifest, check_manifest, step_name, written_manifest
 from whale.checkpoint.staging import Staging
 from whale.checkpoint.writer import write_rank
-from whale.errors import CheckpointError, WhaleError
+from whale.errors import CheckpointError, UsageError, WhaleError
 from whale.runtime.launch import World
 from whale.runtime.module import ParallelModule
 from whale.runtime.store import Board
@@ -59,14 +59,15 @@ def save_checkpoint(
         directory: of the run; the checkpoint is ``step-00000100`` there.
         model: the parallel model: parameters, buffers, the position of random operators, the loss scale.
         step: number of steps that were done.
-        keep: how many of the newest checkpoints stay.
+        keep: how many checkpoints stay: this one, and the newest others.
         asynchronous: whether training goes on while files are written.
         state: objects with ``state_dict`` and ``load_state_dict``, by name: optimizers of the model, of which each rank
             saves its parts, schedulers, loaders; copies of the model; and generators of random numbers. Those of torch,
             ``random`` and ``numpy.random`` themselves are saved always.
 
     Raises:
-        UsageError: an object has no state, or one that files cannot hold.
+        UsageError: an object has no state, or one that files cannot hold; the step has more than 18 digits, or differs
+            from that of another rank.
         CheckpointError: this one, or an asynchronous one before, could not be written.
         WorkerError: a rank did not come within the timeout of steps.
 
@@ -79,20 +80,22 @@ def save_checkpoint(
     >>> done.step
     3
     """
+    check_type("directory", directory, (str, PathLike), "the path of a folder")
     check_type("model", model, ParallelModule, "a parallel model, as whale.parallelize returns it")
-    check_count("step", step, least=0)
+    check_count("step", step, least=0, most=MAX_STEP)
     check_count("keep", keep)
     engine_of(model).check_drained("save_checkpoint")
     wait_for_checkpoints()
     world = engine_of(model).world
     meeting = Board(_with_own_store(world), _TOPIC, world.failures.timeout_seconds)
     try:
+        _warn_of_newer(world, Path(directory), step, keep)
         kinds = sorted_out(model, state)
         found = collect(kinds, _staging_of(model) if asynchronous else None)
     except Exception as error:  # whatever the objects' own methods raise
         if world.rank == 0:
             meeting.put("folder", ["", str(error), {}])
-        meeting.put(f"written/{world.rank}", ["", str(error)])
+        meeting.put(f"written/{world.rank}", ["", str(error), CheckpointError.exit_code])
         raise
     scaler = model.loss_scaler
     manifest = Manifest.model_construct(
@@ -114,11 +117,21 @@ def save_checkpoint(
         saving.check()
 
 
+def _warn_of_newer(world: World, directory: Path, step: int, keep: int) -> None:
+    """Warn of checkpoints from before a run went back: a load takes the newest."""
+    with suppress(OSError):  # the save says more
+        newest = max(folders.steps(directory) if world.rank == 0 else (), default=step)
+        if newest > step:
+            then = "delete it to go on from here" if keep > 1 else "keep=1 deletes it"
+            world.warn(f"{directory} has a newer checkpoint than the one that is saved, that of step {newest}: {then}")
+
+
 def wait_for_checkpoints() -> None:
     """Wait until checkpoints are written that are being saved. At the end of a script this happens by itself.
 
     Raises:
         CheckpointError, WorkerError: one could not be written.
+        UsageError: ranks gave it several steps.
     """
     while _active:
         saving = _active[0]
@@ -168,18 +181,18 @@ class _Saving(threading.Thread):
         try:
             self.found.add_objects(rank, digests)
             digest = write_rank(folder, rank, self.found.tiles(), self.found.groups, self.found.values)
-            self.meeting.put(f"written/{rank}", [digest, ""])
+            self.meeting.put(f"written/{rank}", [digest, "", 0])
         except Exception as error:
-            self.meeting.put(f"written/{rank}", ["", _said(error)])
+            self.meeting.put(f"written/{rank}", ["", _said(error), CheckpointError.exit_code])
             if rank != 0:
                 raise self._failed(rank, _said(error)) from error
         self.found = Collected()
         if rank == 0:
             self._complete(folder)
-        who, failure = self.meeting.get("done", 0)
+        who, failure, code = self.meeting.get("done", 0)
         self.meeting.put(f"seen/{rank}", "")
         if failure:
-            raise self._failed(who, failure)
+            raise self._failed(who, failure, code)
         if rank == 0:
             self._wait_until_seen()
 
@@ -198,33 +211,43 @@ class _Saving(threading.Thread):
         name, failure, digests = self.meeting.get("folder", 0)
         if failure:
             raise self._failed(0, failure)
-        folder = self.directory / name
-        if not folder.is_dir():
+        folder, code = self.directory / name, CheckpointError.exit_code
+        if not name.startswith(f".{step_name(self.manifest.step)}."):
+            failure = (
+                f"it saves step {self.manifest.step}, and rank 0 {name[1:].split('.')[0]}: give the same on all ranks"
+            )
+            code = UsageError.exit_code
+        elif not folder.is_dir():
             failure = f"it does not see {folder}, which rank 0 has made: all hosts must share the directory"
-            self.meeting.put(f"written/{rank}", ["", failure])
-            raise self._failed(rank, failure)
+        if failure:
+            self.meeting.put(f"written/{rank}", ["", failure, code])
+            raise self._failed(rank, failure, code)
         return folder, digests
 
     def _complete(self, folder: Path) -> None:
         """Make the checkpoint, or delete what there is of it."""
         world = self.meeting.world
-        digests, who, failure = [], 0, ""
+        digests, who, failure, code = [], 0, "", CheckpointError.exit_code
         try:
             for rank in range(world.size):
-                digest, failed = self.meeting.get(f"written/{rank}", rank)
+                digest, failed, why = self.meeting.get(f"written/{rank}", rank)
                 if failed and not failure:
-                    who, failure = rank, failed
+                    who, failure, code = rank, failed, why
                 digests.append(digest)
             if not failure:
                 manifest = self.manifest.model_copy(update={"indexes": tuple(digests)})
-                folders.commit(folder, self.manifest.step, written_manifest(manifest), self.keep)
+                text = written_manifest(manifest)
+                check_manifest(text.encode(), folder / MANIFEST)
+                folders.commit(folder, self.manifest.step, text, self.keep)
         except BaseException as error:
             failure = _said(error)
+            if isinstance(error, WhaleError):
+                raise self._failed(0, failure) from error
             raise
         finally:
             if failure:
                 shutil.rmtree(folder, ignore_errors=True)
-            self.meeting.put("done", [who, failure])
+            self.meeting.put("done", [who, failure, code])
 
     def _wait_until_seen(self) -> None:
         """Wait until all ranks know that the checkpoint is complete, and leave nothing in the store."""
@@ -237,8 +260,9 @@ class _Saving(threading.Thread):
             ranks = [f"{topic}/{rank}" for topic in ("written", "seen") for rank in range(world.size)]
             last.forget(["folder", "done", *ranks])
 
-    def _failed(self, rank: int, why: str) -> CheckpointError:
-        return CheckpointError(
+    def _failed(self, rank: int, why: str, code: int = CheckpointError.exit_code) -> WhaleError:
+        kind = UsageError if code == UsageError.exit_code else CheckpointError
+        return kind(
             f"the checkpoint of step {self.manifest.step} in {self.directory} was not saved: rank {rank}: {why}"
         )
 

@@ -11,7 +11,7 @@ from whale.checkpoint.format import Intervals
 from whale.checkpoint.reader import Array, segments
 from whale.errors import UsageError
 
-__all__ = ["DTYPES", "dtype_name", "elements", "taken", "tensor_of"]
+__all__ = ["DTYPES", "dtype_name", "dtype_of", "elements", "taken", "tensor_of"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -41,6 +41,15 @@ def dtype_name(dtype: torch.dtype, what: object) -> str:
     if dtype not in _NAMES:
         raise UsageError(f"{what} has {dtype}, which files of safetensors cannot hold")
     return _NAMES[dtype]
+
+
+def dtype_of(tensor: Tensor, what: object) -> str:
+    """The name of a tensor's dtype in safetensors. Raises `UsageError` if it has none, or if its elements are not there
+    one after the other."""
+    if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
+        kind = "on the device meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
+        raise UsageError(f"{what} is a tensor that is {kind}, which files of safetensors cannot hold: give a dense one")
+    return dtype_name(tensor.dtype, what)
 
 
 def elements(tensor: Tensor) -> Array:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from whale.checkpoint.format import empty_of_form
 from whale.errors import CheckpointError, UsageError
 
 __all__ = ["decoded", "encoded"]
@@ -19,16 +20,20 @@ __all__ = ["decoded", "encoded"]
 MAX_DEPTH = 24
 """Levels of lists and dicts; files of JSON have 32."""
 
+MAX_DIGITS = 99
+"""Digits of a number; files of JSON have 100, with the sign."""
+
 _TensorT = TypeVar("_TensorT")
 
 
-def encoded(value: Any, where: str, tensor: Callable[[Any], int | None], depth: int = 0) -> Any:
+def encoded(value: Any, where: str, tensor: Callable[[Any], dict[str, Any] | None], depth: int = 0) -> Any:
     """A value as JSON.
 
     Args:
         value: of which.
         where: what it is, for errors.
-        tensor: takes a tensor, and returns its number; None for what is none.
+        tensor: takes a tensor, and returns ``{"$tensor": N}`` with its number, or the form of one without elements;
+            None for what is none.
 
     Raises:
         UsageError: it has something else, or too many levels.
@@ -43,11 +48,12 @@ def encoded(value: Any, where: str, tensor: Callable[[Any], int | None], depth: 
     if isinstance(value, float) and not isfinite(value):
         return {"$float": repr(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
+        _check_readable(value, where)
         return value if type(value) in (bool, int, float, str, type(None)) else _plain(value)
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
-    if (number := tensor(value)) is not None:
-        return {"$tensor": number}
+    if (put := tensor(value)) is not None:
+        return put
 
     def each(inner: Any, name: object) -> Any:
         return encoded(inner, f"{where}[{name!r}]", tensor, depth + 1)
@@ -59,6 +65,8 @@ def encoded(value: Any, where: str, tensor: Callable[[Any], int | None], depth: 
         if isinstance(value, Counter):
             return {"$counter": [[each(key, key), count] for key, count in value.items()]}
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            for key in value:
+                _check_readable(key, f"the key {key!r} of {where}")
             return {key: each(item, key) for key, item in value.items()}
         return {"$dict": [[each(key, key), each(item, key)] for key, item in value.items()]}
     raise UsageError(
@@ -67,17 +75,28 @@ def encoded(value: Any, where: str, tensor: Callable[[Any], int | None], depth: 
     )
 
 
+def _check_readable(value: Any, where: str) -> None:
+    """Refuse what a file could hold, and no reader takes from it."""
+    if isinstance(value, str) and not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        raise UsageError(
+            f"{where} is {value[:80]!r}, which has half of a surrogate pair and is no text: give bytes, such as those "
+            "of os.fsencode for a name of a file"
+        )
+    if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+        raise UsageError(f"{where} is a number of more than {MAX_DIGITS} digits, which a checkpoint cannot hold")
+
+
 def _plain(value: Any) -> Any:
     """A number or text of a class of its own as a plain one."""
     return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
 
 
-def decoded(value: Any, tensor: Callable[[int], _TensorT]) -> Any:
+def decoded(value: Any, tensor: Callable[[int | tuple[str, tuple[int, ...]]], _TensorT]) -> Any:
     """The value of JSON that `encoded` has made.
 
     Args:
         value: of JSON.
-        tensor: the tensor with a number.
+        tensor: the tensor with a number, or the one without elements that has a dtype and a shape.
 
     Raises:
         CheckpointError: it is not such JSON.
@@ -107,6 +126,8 @@ def decoded(value: Any, tensor: Callable[[int], _TensorT]) -> Any:
                 return {decoded(key, tensor): decoded(item, tensor) for key, item in inner}
             case "$tensor" if isinstance(inner, int):
                 return tensor(inner)
+            case "$empty" if (form := empty_of_form(value)) is not None:
+                return tensor(form)
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise CheckpointError(f"a state has {kind}: {str(inner)[:80]}, which is no such value") from error
     raise CheckpointError(f"a state has {kind}: {str(inner)[:80]}, which this Whale does not know")

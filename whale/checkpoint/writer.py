@@ -4,12 +4,9 @@ returned is on the disk. It knows bytes; no tensors and no ranks that run."""
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +21,13 @@ from whale.checkpoint.format import (
     Key,
     Part,
     data_name,
+    header_of,
     index_name,
     length,
 )
 from whale.checkpoint.reader import Array
 
-__all__ = ["Piece", "header_of", "synced_folder", "write_all", "write_rank", "write_synced"]
+__all__ = ["Piece", "synced_folder", "write_all", "write_rank", "write_synced"]
 
 _WRITE_BYTES = 1 << 26
 
@@ -96,24 +94,6 @@ def write_rank(
 def aligned(pieces: Sequence[Piece]) -> list[Piece]:
     """The pieces in an order in which each begins at a multiple of its elements' size, as readers want."""
     return sorted(pieces, key=lambda piece: -DTYPE_BYTES[piece.dtype])
-
-
-def header_of(pieces: Sequence[Piece]) -> bytes:
-    """The beginning of a file of safetensors with these tensors."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    seen: Counter[str] = Counter()
-    offset = 0
-    for piece in pieces:
-        name = str(piece.key)
-        seen[name] += 1
-        shape = tuple(map(length, piece.at))
-        size = prod(shape) * DTYPE_BYTES[piece.dtype]
-        name = name if seen[name] == 1 else f"{name}#{seen[name]}"
-        header[name] = {"dtype": piece.dtype, "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -60,7 +60,7 @@ def verify(checkpoint: Path) -> None:
 
 
 def of_newest_good(path: Path, read: Callable[[Reader], _Read]) -> _Read:
-    """What *read* makes of the checkpoint that an argument names, or of the newest of a run's with which it succeeds.
+    """Read the checkpoint that an argument names, or the newest of a run's with which *read* succeeds.
 
     Raises:
         CheckpointError: there is none.
@@ -90,9 +90,12 @@ def _found(path: Path) -> list[Path]:
     Raises:
         CheckpointError: there is none.
     """
-    from whale.checkpoint.folder import checkpoints_in
+    from whale.checkpoint.folder import checkpoints_in, links
 
     found = checkpoints_in(path.absolute())
+    if found != [path.absolute()] and path.is_dir():
+        for link in links(path):
+            note(f"{link} is a link, which is not followed")
     if not found:
         raise CheckpointError(f"{path} is neither a checkpoint, a folder such as step-00000100, nor has any")
     return found

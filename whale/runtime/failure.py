@@ -96,7 +96,10 @@ class Failures:
             raise self.lost(what, ranks, RuntimeError("the operation was aborted"))
 
     def lost(self, what: str, ranks: Sequence[int], error: BaseException) -> WorkerError:
-        """Return the error for failed communication with ``ranks``, and report it if it is the first failure."""
+        """Return the error for failed communication with ``ranks``, and report it if it is the first failure.
+
+        A `TimeoutError` says until when they did not come; any other error may be a limit or a connection that ended.
+        """
         self._note(what)
         first = self.first(_GRACE_SECONDS)
         if first is not None and first.rank != self.rank:
@@ -115,10 +118,9 @@ class Failures:
         late = self._late(what, ranks)
         who = f"rank {late[0]}" if len(late) == 1 else f"ranks {late}" if late else "another rank"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        message = (
-            f"rank {self.rank} waited for {what}, and {who} did not come within {self.timeout_seconds:g} s "
-            f"or closed the connection: {reason}"
-        )
+        if not isinstance(error, TimeoutError):
+            reason = f"within {self.timeout_seconds:g} s or closed the connection: {reason}"
+        message = f"rank {self.rank} waited for {what}, and {who} did not come {reason}"
         self.report(message)
         return WorkerError(message)
 

@@ -69,12 +69,13 @@ class Board:
             while not store.check([name]):
                 now = time.monotonic()
                 if now > end:
-                    raise RuntimeError(f"no message after {now - begin:.1f} s")
+                    lost = f"{GRACE_SECONDS:g} s after other communication had failed"
+                    raise TimeoutError(f"within {lost if is_lost else f'{self.patience_seconds:g} s'}")
                 if not is_lost and store.check([LOST]):
                     is_lost, end = True, min(end, now + GRACE_SECONDS)
                 time.sleep(min(max(SHORTEST_SECONDS, (now - begin) / 10), LONGEST_SECONDS, max(0.0, end - now)))
             return json.loads(store.get(name))
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             ranks = range(self.world.size) if writer is None else (writer,)
             raise self.world.failures.lost(f"{key} of the {self.topic}", ranks, error) from error
 
