@@ -24,6 +24,7 @@ from whale.graph.values import Value, is_call, value_tensor
 from whale.ir.placement import Placement
 from whale.strategies.analysis import Analysis, analyse
 from whale.strategies.placing import batch_placeholders
+from whale.strategies.routes import ROUTED
 from whale.strategies.ungroup import ungroup
 
 Built = tuple[nn.Module, dict[str, Any] | tuple[Any, ...]]
@@ -253,6 +254,8 @@ def test_every_operator_of_a_model_computes_in_parts_what_the_whole_does(name: s
         for choice in call.choices[1:]:
             if len(set(zip(operands, choice.inputs, strict=True))) > len(set(operands)):
                 continue  # one tensor given twice, and wanted in two placements: the lowering bridges it
+            if choice.form == ROUTED:
+                continue  # no operator has rows at experts alone: tests/distributed/test_whole_experts.py
             try:
                 check(call, [choice], [(3.0, 1.0)], compare_values=not undefined(call.node))
             except Exception as error:

@@ -153,7 +153,7 @@ def sums_of_gradients(
                 read = _rows_read(entries, together, len(rows)) if is_sparse and len(together) > 1 else 0
                 if read:
                     _check_sum_of_rows(name, [stage for stage, _ in entries], adasum)
-                part = _Part(name, shape, own, min(read, shape[0]))
+                part = _Part(name, shape, own, min(read, shape[0]) if read else 0)
                 groups.setdefault((together, sharing, apart, adasum, bool(read)), []).append(part)
     specs: list[ReduceSpec] = []
     names: list[tuple[str, ...]] = []

@@ -8,7 +8,6 @@ ranks and texts; not what was compiled.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ __all__ = [
     "agree_on_values",
     "checksums_of_all",
     "fingerprint",
+    "fingerprints",
     "int_of_first",
     "ints_of_all",
     "meet",
@@ -71,7 +71,7 @@ def agree_on_values(world: World, tensors: Mapping[str, Tensor]) -> None:
     """
     if world.size == 1 or not tensors:
         return
-    found = torch.stack([fingerprint(x) for x in tensors.values()]).to(world.device).nan_to_num(_NOT_A_NUMBER)
+    found = torch.stack(fingerprints(tensors.values())).to(world.device).nan_to_num(_NOT_A_NUMBER)
     most = torch.cat([found, -found])
     work = dist.all_reduce(most, dist.ReduceOp.MAX, async_op=True)
     assert work is not None
@@ -120,24 +120,34 @@ def fingerprint(x: Tensor) -> Tensor:
     Tensors of one norm that differ in an element, or in the order of elements, have other sums. Elements are read once,
     in chunks that float32 sums up well.
     """
-    flat = x.detach().flatten()
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).flatten()
-    wide = torch.float32 if flat.is_floating_point() and flat.dtype != torch.float64 else torch.float64
-    signs = _signs(wide, flat.device)
-    found = torch.zeros(2, dtype=torch.float64, device=flat.device)
-    for number, chunk in enumerate(flat.split(_CHUNK)):
-        values, turned = chunk.to(wide), signs[: chunk.numel()]
-        turned = turned.roll(number) if number else turned
-        found += torch.stack([values @ turned, values @ values])
-    found[1] = found[1].sqrt()
+    return fingerprints([x])[0]
+
+
+def fingerprints(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The `fingerprint` of each tensor."""
+    signs: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    found = []
+    for x in tensors:
+        flat = x.detach().flatten()
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).flatten()
+        wide = torch.float32 if flat.is_floating_point() and flat.dtype != torch.float64 else torch.float64
+        key, most = (wide, flat.device), min(_CHUNK, flat.numel())
+        if key not in signs or len(signs[key]) < most:
+            signs[key] = _signs(most, *key)
+        sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
+        for number, chunk in enumerate(flat.split(_CHUNK)):
+            values, turned = chunk.to(wide), signs[key][: chunk.numel()]
+            turned = turned.roll(number) if number else turned
+            sums += torch.stack([values @ turned, values @ values])
+        sums[1] = sums[1].sqrt()
+        found.append(sums)
     return found
 
 
-@functools.lru_cache(maxsize=8)
-def _signs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Pseudo-random signs for a chunk of elements, 1 and -1."""
-    place = torch.arange(_CHUNK, device=device)
+def _signs(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Pseudo-random signs for the elements of a chunk, 1 and -1."""
+    place = torch.arange(count, device=device)
     return (1 - 2 * ((place * 0x9E3779B1 >> 15 ^ place >> 3) & 1)).to(dtype)
 
 

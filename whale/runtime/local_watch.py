@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import UsageError
-from whale.runtime.agreement import fingerprint
+from whale.runtime.agreement import fingerprint, fingerprints
 from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.watch import Watch
 
@@ -37,7 +37,7 @@ class _State:
         self.attributes = Attributes(root, Sources(sources.names, pieces=sources.pieces, stored=sources.stored))
         self.apart = {n: p for n, p in root.named_parameters() if tensors.get(n) is not p and not p.is_meta}
         self.versions = [p._version for p in self.apart.values()]
-        self.looks: list[Tensor] | None = [fingerprint(p) for p in self.apart.values()]
+        self.looks: list[Tensor] | None = fingerprints(self.apart.values())
 
     def written(self, *, train: bool) -> str | None:
         """The first parameter with other values than in parallelize. Those that are written through ``.data`` have no
