@@ -238,7 +238,9 @@ def on_a_bed(name: str, options: argparse.Namespace) -> list[tuple[Case, Mapping
         kept = {model: folder / file.name for model, file in kept.items()}
         for model in (model for model, file in kept.items() if not file.exists()):
             command = [sys.executable, __file__, *arguments, "--ranks", model]
-            done = testbed.run(command, timeout_seconds=1500, environment=environment, show=False)
+            done = testbed.run(
+                command, timeout_seconds=600 + 300 * options.repeats, environment=environment, show=False
+            )
             measured = json.loads(done.outputs[0].splitlines()[-1])
             print(f"{model}: {done.seconds:.0f} s. {json.dumps(measured)}", file=sys.stderr, flush=True)
             found = {}

@@ -85,10 +85,7 @@ class FusedAdamW(AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; returns what *closure* does, which computes the loss again."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             own = [p for p in group["params"] if p.grad is not None]
@@ -343,10 +340,7 @@ class RowWiseAdagrad(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; returns what *closure* does, which computes the loss again."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         own = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         rows = [_Rows.of(p) for p, _ in own]
         squares = [_squares(each.values) for each in rows]
@@ -388,6 +382,14 @@ class _Rows(NamedTuple):
             return cls(p.grad, None)
         gradient = p.grad.coalesce()
         return cls(gradient.values(), gradient.indices()[0])
+
+
+def _loss_of(closure: Callable[[], Any] | None) -> Any:
+    """The loss, which a step's closure computes again; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 # --- states in float32, which torch's optimizers cast to the parameter's number type when they load them --------------
