@@ -272,8 +272,8 @@ class _Searches:
             raise self.ended[0]
         if self.untried:
             raise UsageError(
-                "nothing fits by itself, and there was no time to try all that takes less memory: the time limit of "
-                f"{settings.time_limit:.3g} seconds was over; use a larger --time-limit"
+                "nothing fits by itself, and there was no time to try all that takes less memory; use a larger "
+                "--time-limit"
             )
         for other in self.overfull:  # the first that fits on devices says what hosts would need
             self._run(other)
