@@ -397,16 +397,17 @@ def parallelize(
     agree(world, texts)
     if cluster is not None and launch.size > 1 and launch.device.type == "cuda":
         warn_of_other_devices(world, described)
+    looks: dict[str, torch.Tensor] = {}
     if initial is None:
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if sync_module_states:
             take_from(world, 0, named.values())
-        agree_on_values(world, named)
+        looks = agree_on_values(world, named)
     if seed is None:
         clock.seed = int_of_first(world, clock.seed)
     try:
         module = Builder(model, template, described, options, world, loss_fn, initial, clock).build(
-            compilation, leaves, modes, bring=batch
+            compilation, leaves, modes, bring=batch, looks=looks
         )
     except Exception as error:
         raise world.failures.failed("parallelize", error) from error

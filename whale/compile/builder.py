@@ -121,7 +121,13 @@ class Builder:
         self.unread: dict[str, PlacedStage] = {}
 
     def build(
-        self, compilation: Compilation, example: Mapping[str, Any], modes: Modes, *, bring: str
+        self,
+        compilation: Compilation,
+        example: Mapping[str, Any],
+        modes: Modes,
+        *,
+        bring: str,
+        looks: Mapping[str, Tensor],
     ) -> ParallelModule:
         """The parallel module of this rank. All ranks must call it.
 
@@ -130,6 +136,7 @@ class Builder:
             example: a batch, by leaf name.
             modes: of the modules, in the compilation.
             bring: what ranks bring to a step, as in :func:`whale.parallelize`.
+            looks: fingerprints of the model's tensors, by name, as far as they are known.
         """
         model, world = self.model, self.world
         assert model is not None
@@ -202,7 +209,7 @@ class Builder:
             engine.local.divide_samples(step.stages, example)
         attend(engine, named)
         sources = Sources(*names_in_code(self.template, self.loss_fn))
-        return parallel_module(self.template, engine, _leaves, sources, model)
+        return parallel_module(self.template, engine, _leaves, sources, model, looks)
 
     def _learn(self, kind: Kind, batch: Mapping[str, Any], placed: PlacedStep) -> None:
         """Let a compiled step be one of those from which steps for other sizes are made. All ranks must call it."""

@@ -27,6 +27,7 @@ __all__ = [
     "fingerprints",
     "int_of_first",
     "ints_of_all",
+    "is_other",
     "meet",
     "take_from",
 ]
@@ -61,17 +62,21 @@ def agree(world: World, texts: Mapping[str, str]) -> None:
             )
 
 
-def agree_on_values(world: World, tensors: Mapping[str, Tensor]) -> None:
+def agree_on_values(world: World, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Compare named tensors with those of all ranks by `fingerprint`: every element counts, and ranks may round
     differently.
+
+    Returns:
+        The fingerprints by name; none where there is one rank.
 
     Raises:
         PlanMismatchError: on every rank; names the first tensor that differs, and the ranks.
         WorkerError: a rank did not come within the timeout; names it.
     """
     if world.size == 1 or not tensors:
-        return
-    found = torch.stack(fingerprints(tensors.values())).to(world.device).nan_to_num(_NOT_A_NUMBER)
+        return {}
+    own = dict(zip(tensors, fingerprints(tensors.values()), strict=True))
+    found = torch.stack([look.to(world.device) for look in own.values()]).nan_to_num(_NOT_A_NUMBER)
     most = torch.cat([found, -found])
     work = dist.all_reduce(most, dist.ReduceOp.MAX, async_op=True)
     assert work is not None
@@ -80,7 +85,7 @@ def agree_on_values(world: World, tensors: Mapping[str, Tensor]) -> None:
     allowed = torch.tensor([_TOLERANCES.get(x.dtype, 0.0) for x in tensors.values()], dtype=torch.float64)
     different = (most + least > allowed[:, None] * most[:, 1:]).any(dim=1)
     if not different.any():
-        return
+        return own
     first = int(different.nonzero()[0])
     rows = [torch.empty_like(found[first]) for _ in range(world.size)]
     work = dist.all_gather(rows, found[first], async_op=True)
@@ -111,14 +116,19 @@ _TOLERANCES = {
 """By how much fingerprints of equal tensors differ at most, as a part of the norm, by the type of their elements:
 processors round the last bit differently, and more signs cancel than add up. Integers are equal."""
 
+_THREADS = 1e-6
+"""By how much fingerprints of one tensor differ at most, as a part of its norm, by the number of threads that sum up."""
+
 _CHUNK = 1 << 16
+_CHUNKS_AT_ONCE = 64
+_GOLDEN = 0.6180339887498949
 
 
 def fingerprint(x: Tensor) -> Tensor:
     """The sum of a tensor's elements under fixed pseudo-random signs, and its norm, as two elements in float64.
 
-    Tensors of one norm that differ in an element, or in the order of elements, have other sums. Elements are read once,
-    in chunks that float32 sums up well.
+    Tensors of one norm that differ in an element, or in the order of elements, have other sums. Elements are read once
+    for each of the two, in chunks that float32 sums up well.
     """
     return fingerprints([x])[0]
 
@@ -135,14 +145,27 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[Tensor]:
         key, most = (wide, flat.device), min(_CHUNK, flat.numel())
         if key not in signs or len(signs[key]) < most:
             signs[key] = _signs(most, *key)
+        whole = flat.numel() // _CHUNK * _CHUNK
         sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
-        for number, chunk in enumerate(flat.split(_CHUNK)):
-            values, turned = chunk.to(wide), signs[key][: chunk.numel()]
-            turned = turned.roll(number) if number else turned
-            sums += torch.stack([values @ turned, values @ values])
+        if whole:
+            chunks = flat[:whole].view(-1, _CHUNK)
+            for first in range(0, len(chunks), _CHUNKS_AT_ONCE):
+                values = chunks[first : first + _CHUNKS_AT_ONCE].to(wide)
+                place = torch.arange(first, first + len(values), dtype=torch.float64, device=flat.device)
+                turned = (values @ signs[key]).double() @ (1 - place * _GOLDEN % 1 / 2)  # chunks have a weight each
+                sums += torch.stack([turned, torch.linalg.vector_norm(values, dim=1).double().square().sum()])
+        if whole < flat.numel():
+            values = flat[whole:].to(wide)
+            sums += torch.stack([values @ signs[key][: len(values)], values @ values])
         sums[1] = sums[1].sqrt()
         found.append(sums)
     return found
+
+
+def is_other(look: Tensor, before: Tensor) -> bool:
+    """Whether a fingerprint is of other values than one that this process found before, perhaps in other threads."""
+    now, then = look.nan_to_num(_NOT_A_NUMBER), before.nan_to_num(_NOT_A_NUMBER)
+    return bool((now - then).abs().max() > _THREADS * then[1])
 
 
 def _signs(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from whale.errors import UsageError
-from whale.runtime.agreement import fingerprint, fingerprints
+from whale.runtime.agreement import fingerprints, is_other
 from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.watch import Watch
 
@@ -29,15 +28,21 @@ class _State:
         root: the model.
         sources: what its code names.
         tensors: of the parallel model, by name; some are those of the local one.
+        looks: fingerprints of the model's parameters, by name, as far as they are known.
     """
 
-    def __init__(self, root: nn.Module, sources: Sources, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, root: nn.Module, sources: Sources, tensors: Mapping[str, Tensor], looks: Mapping[str, Tensor]
+    ) -> None:
         self.watch = Watch(root, freezes=True, moves=True)
         self.modes = self.watch.modes()
         self.attributes = Attributes(root, Sources(sources.names, pieces=sources.pieces, stored=sources.stored))
         self.apart = {n: p for n, p in root.named_parameters() if tensors.get(n) is not p and not p.is_meta}
         self.versions = [p._version for p in self.apart.values()]
-        self.looks: list[Tensor] | None = fingerprints(self.apart.values())
+        own = {name: look for name, look in looks.items() if name in self.apart}
+        unknown = {name: p for name, p in self.apart.items() if name not in own}
+        own |= zip(unknown, fingerprints(unknown.values()), strict=True)
+        self.looks: dict[str, Tensor] | None = own
 
     def written(self, *, train: bool) -> str | None:
         """The first parameter with other values than in parallelize. Those that are written through ``.data`` have no
@@ -48,8 +53,9 @@ class _State:
         if self.looks is None or not train:
             return None
         looks, self.looks = self.looks, None
-        for (name, p), look in zip(self.apart.items(), looks, strict=True):
-            if p.device == look.device and not torch.equal(fingerprint(p), look):
+        now = fingerprints(self.apart.values())
+        for (name, p), look in zip(self.apart.items(), now, strict=True):
+            if p.device == looks[name].device and is_other(look, looks[name]):
                 return name
         return None
 
@@ -61,13 +67,16 @@ class LocalWatch:
         root: the model.
         sources: what its code names.
         tensors: of the parallel model, by name.
+        looks: fingerprints of its parameters, by name, as far as they are known.
 
     Attributes:
         is_read: whether a state of the parallel model was read since the last step.
     """
 
-    def __init__(self, root: nn.Module, sources: Sources, tensors: Mapping[str, Tensor]) -> None:
-        held = self._held = [_State(root, sources, tensors)]
+    def __init__(
+        self, root: nn.Module, sources: Sources, tensors: Mapping[str, Tensor], looks: Mapping[str, Tensor]
+    ) -> None:
+        held = self._held = [_State(root, sources, tensors, looks)]
         self._root = weakref.ref(root, lambda _: held.clear())
         if root in _watches:
             _watches[root]._held.clear()

@@ -447,6 +447,7 @@ def parallel_module(
     leaves: Callable[..., dict[str, Any]],
     sources: Sources,
     local: nn.Module,
+    looks: Mapping[str, Tensor],
 ) -> ParallelModule:
     """The modules of a model over the tensors of an engine.
 
@@ -456,6 +457,7 @@ def parallel_module(
         leaves: makes a batch by leaf name of the arguments of a step.
         sources: what the code of the model names.
         local: the model that the script gave.
+        looks: fingerprints of its tensors, by name, as far as they are known.
     """
     memo: dict[int, Any] = {}
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
@@ -473,7 +475,7 @@ def parallel_module(
     arguments = frozenset(inspect.signature(type(template).forward).parameters)
     ranks = frozenset(range(engine.world.size))
     watch = Watch(made, freezes=all(ranks <= shard.parts.keys() for shard in engine.shards.values()))
-    seen = LocalWatch(local, sources, engine.tensors)
+    seen = LocalWatch(local, sources, engine.tensors, looks)
     made.__dict__["_whale"] = Inner(engine, watch, leaves, Attributes(made, sources), arguments, seen)
     found: ParallelModule = made
     return found
