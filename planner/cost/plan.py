@@ -98,7 +98,9 @@ class PlanCost(PlanMessages, PlanSums, PlanMemory):
         """Seconds of the optimizer of a device, for what it owns."""
         if stage.state_on_host:
             own = own_bytes(self.prices, stage, kind)
-            return stepping_on_host(self.prices.cluster, kind.rank, own, self.prices.optimizer)
+            seconds = stepping_on_host(self.prices.cluster, kind.rank, own, self.prices.optimizer)
+            if seconds is not None:
+                return seconds
         return cost.update * owned_part(self.prices, stage, kind)
 
     def _arriving(self, index: int, kind: Kind) -> float:

@@ -203,7 +203,8 @@ class CostModel(DeviceGroups):
             link = min(link_to_host(self.cluster, rank) for rank in group.ranks)
             ahead, back = with_copies(ahead, back, kept=hosted, read=read, link=link)
             if self.stack.state_on_host:
-                update = stepping_on_host(self.cluster, group.ranks[0], size, self.optimizer)
+                stepping = stepping_on_host(self.cluster, group.ranks[0], size, self.optimizer)
+                update = update if stepping is None else stepping
         return StageCost(
             forward=ahead,
             backward=back,

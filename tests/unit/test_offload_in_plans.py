@@ -19,7 +19,7 @@ from whale.compile.trace import trace
 from whale.errors import AnnotationError, InfeasibleError, PlanMismatchError
 from whale.ir.cluster import Cluster, DeviceType, HostMemory, Link
 from whale.ir.plan import Plan
-from whale.ir.profile import ModelProfile
+from whale.ir.profile import MeasuredTimes, ModelProfile
 from whale.ir.state import StateSharding
 from whale.ir.strategy import Offload, Recompute, parse_strategy
 from whale.planner.explain import savings
@@ -195,3 +195,27 @@ def test_what_offload_would_free_is_named() -> None:
     assert [(one.what, one.bytes) for one in savings(Plan.parse(json.dumps(plan)))] == [
         ("offload 'state' in stage 0", 300)
     ]
+
+
+def test_a_processor_steps_on_its_host_as_fast_as_without(wide: ModelProfile) -> None:
+    """A data sheet's bandwidth of the host would be beside what was measured on the same processor."""
+    annotations, stages = staged(wide, "dp", 16, state=StateSharding(1))
+    model = decoder(**SIZES).float()
+    whale.annotate(model, annotations)
+    traced = trace(
+        model.to("meta"), tokens(16, 16), device="cpu", training=True, loss_fn=None, promote=False, precision=None
+    )
+    fast = MeasuredTimes(
+        device_type="cpu", tensor_degree=1, rows=(8,), forward=(1e-3,), backward=(2e-3,), update=(1e-6,)
+    )
+    kinds = tuple(kind.model_copy(update={"measured": (fast,)}) for kind in wide.kinds)
+    measured = wide.model_copy(update={"kinds": kinds})
+    said, real = set(), set()
+    for offload in ("none", "state"):
+        options = Options(state=StateSharding(1), offload=offload)
+        compilation = compile_traced(traced, machines(2), options, device="cpu")
+        costs = Costs(profile=measured, cluster=machines(2), precision="fp32", micro_batches=1)
+        real.add(predict(compilation, costs, schedule="1f1b").prediction.step_seconds)
+        chosen = [replace(one, offload=offload) for one in stages]
+        said.add(evaluate(measured, machines(2), chosen, micro_batches=1).prediction.step_seconds)
+    assert len(said) == len(real) == 1

@@ -531,7 +531,9 @@ class _Divided:
         device."""
         whole, own = self.whole.get((stage.index, rank), (0.0, 0.0))
         if stage.state_on_host:
-            return stepping_on_host(self.costs.cluster, rank, own, self.costs.optimizer)
+            stepping = stepping_on_host(self.costs.cluster, rank, own, self.costs.optimizer)
+            if stepping is not None:
+                return stepping
         return seconds * (own / whole) if whole else seconds
 
     def with_copies(self, work: StageWork, stage: PlacedStage, held: Mapping[int, PeakMemory]) -> StageWork:

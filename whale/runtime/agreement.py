@@ -117,7 +117,7 @@ _TOLERANCES = {
 processors round the last bit differently, and more signs cancel than add up. Integers are equal."""
 
 _THREADS = 1e-6
-"""By how much fingerprints of one tensor differ at most, as a part of its norm, by the number of threads that sum up."""
+"""By how much fingerprints of one tensor differ at most, as a part of its norm: any number of threads sums up."""
 
 _CHUNK = 1 << 16
 _CHUNKS_AT_ONCE = 64
