@@ -303,7 +303,8 @@ def place_time(
 ) -> Mapping[fx.Node, Choice]:
     """Division of every pinned operator of the model into micro-batches; *apart* as for `solve_time`.
 
-    Raises :class:`UsageError` if the batch is cut and an operator couples its rows, or the loss is no sum over them.
+    Raises :class:`UsageError` if the batch is cut and an operator couples its rows, the loss is no sum over them, or
+    the new value of a buffer is one.
     """
     nodes = [n for n in captured.graph.nodes if is_call(n) and n not in partition.floating]
     if micro_batches == 1:
@@ -316,6 +317,15 @@ def place_time(
         node = coupled[0] if coupled else loss[0]
         whole = _computes_whole_batch(analysis, time, node)
         raise UsageError(_coupled_message(analysis, time, node if whole is None else whole, micro_batches))
+    outputs: Sequence[fx.Node] = captured.graph.output_node().args[0]  # type: ignore[assignment]
+    changed = map(resolve, outputs[1 : 1 + len(captured.mutated)])
+    for name, value in zip(captured.mutated, changed, strict=True):
+        if value[0] in time and time[value[0]].outputs[value[1]] == PARTIAL:
+            raise UsageError(
+                f"micro_batches={micro_batches}: the forward writes a sum or a mean over the rows of the batch to the "
+                f"buffer {name}{where(value[0])}, of which a micro-batch has only a term; use micro_batches=1, or "
+                "return the sum and update the buffer in the script, after train_step"
+            )
     return time
 
 

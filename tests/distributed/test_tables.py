@@ -4,6 +4,7 @@ equal to the local model's."""
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,39 @@ def test_sparse_gradients_accumulate_and_have_the_local_norm(worlds: Worlds) -> 
         assert is_same
 
 
+def clipped(world: World) -> float:
+    local = Clicks().double()
+    model = copy.deepcopy(local)
+    whale.annotate(model, {"": whale.replicate()})
+    made: Any = whale.parallelize(model, batch(), device="cpu")
+    made.train_step(**batch())
+    local(**batch()).backward()
+    own = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in local.parameters() if p.grad is not None]
+    norm = torch.stack([x.norm() for x in own]).norm()
+    error = abs(float(torch.nn.utils.clip_grad_norm_(made.parameters(), 0.01) - norm))
+    after = made.full_gradients()
+    for name, parameter in local.named_parameters():
+        assert parameter.grad is not None
+        expected = parameter.grad.to_dense() * 0.01 / (norm + 1e-6)
+        error = max(error, float((after[name] - expected).abs().max()))
+    return error
+
+
+def test_torch_clips_sparse_gradients_of_replicas(worlds: Worlds) -> None:
+    assert max(worlds.run(2, clipped)) < 1e-12
+
+
+def tried(world: World) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        both(world, "split", "SparseAdam")
+    return [str(one.message) for one in caught if "could not be tried" in str(one.message)]
+
+
+def test_optimizers_of_sparse_gradients_are_tried_with_such(worlds: Worlds) -> None:
+    assert worlds.run(2, tried) == [[], []]
+
+
 def refused(world: World, options: dict[str, Any]) -> str:
     model = Clicks().double()
     whale.annotate(model, {"": whale.replicate()})
@@ -273,14 +307,29 @@ def test_state_dicts_of_rows_load_on_their_rank(worlds: Worlds, kind: str) -> No
     assert max(worlds.run(2, own_state, kind)) == 0
 
 
-def placed(world: World, memory_bytes: int) -> tuple[float, int]:
+class BottomFirst(Clicks):
+    """A dense part that computes before, between and after the look-ups, as that of DLRM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = nn.Linear(3, 6)
+
+    def forward(self, ids: Tensor, clicked: Tensor) -> Tensor:
+        found = self.bottom(ids[:, :, 0].to(clicked.dtype) / 50)
+        for number, table in enumerate(self.tables):
+            looked_up = table(ids[:, number] % ROWS[number])
+            found = torch.tanh(found) + (looked_up if looked_up.dim() == 2 else looked_up.sum(1))
+        return F.binary_cross_entropy_with_logits(found.sum(1), clicked)
+
+
+def placed(world: World, memory_bytes: int, made_by: type[Clicks] = Clicks) -> tuple[float, int]:
     """The error of a model whose tables the planner has placed, and the most ranks of a table."""
     types = [
         DeviceType.of(f"cpu-{rank}", speed={"float32": 1e9}, memory_bytes=size, memory_bandwidth=1e9)
         for rank, size in enumerate([memory_bytes, memory_bytes])
     ]
     cluster = Cluster.of([("node", type_) for type_ in types], intra=Link(bandwidth=1e9, latency=1e-5))
-    local = Clicks().double()
+    local = made_by().double()
     model = copy.deepcopy(local)
     annotations = whale.place_tables(local, batch(), cluster)
     whale.annotate(model, annotations)
@@ -296,3 +345,9 @@ def test_tables_that_the_planner_places_train_as_the_local_ones(worlds: Worlds, 
     for error, cut in worlds.run(2, placed, memory_bytes):
         assert error < 1e-12
         assert cut == most
+
+
+def test_tables_are_placed_wherever_the_forward_looks_them_up(worlds: Worlds) -> None:
+    for error, cut in worlds.run(2, placed, 1 << 20, BottomFirst):
+        assert error < 1e-12
+        assert cut == 1

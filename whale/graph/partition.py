@@ -119,11 +119,7 @@ def partition(captured: Captured, scopes: NodeScopes | None = None, flow: Datafl
     flow = flow if flow is not None else dataflow(captured)
     known = {path: cut_at_stage(path) for path in dict.fromkeys((*scopes.of.values(), ()))}
     cuts = {node: known[scopes.of.get(node, ())] for node in flow.calls}
-    order: dict[str, StageCut] = {}
-    for node in flow.pinned:
-        scope = cuts[node].stage
-        if scope is not None:
-            order.setdefault(scope.region, cuts[node])
+    order = _in_order(flow, cuts)
     _check_not_empty(scopes.stage_regions, cuts, order)
     number = {region: i for i, region in enumerate(order)}
     stage_of = _assign(flow, cuts, number)
@@ -133,6 +129,28 @@ def partition(captured: Captured, scopes: NodeScopes | None = None, flow: Datafl
         stage_of=stage_of,
         scopes=scopes,
     )
+
+
+def _in_order(flow: Dataflow, cuts: dict[fx.Node, StageCut]) -> dict[str, StageCut]:
+    """The stages that have work, each after those that it reads; where this leaves a choice, and where stages read each
+    other, in the order in which the forward enters them."""
+    entered: dict[str, StageCut] = {}
+    read: dict[str, set[str]] = {}
+    behind: dict[fx.Node, set[str]] = {}
+    for node in flow.pinned:
+        sources = set[str]().union(*(behind.get(source, ()) for source, _ in flow.reads[node]))
+        scope = cuts[node].stage
+        if scope is not None:
+            entered.setdefault(scope.region, cuts[node])
+            read.setdefault(scope.region, set()).update(sources - {scope.region})
+            sources = {scope.region}
+        behind[node] = sources
+    order: dict[str, StageCut] = {}
+    while len(order) < len(entered):
+        left = [region for region in entered if region not in order]
+        following = next((region for region in left if read[region] <= order.keys()), left[0])
+        order[following] = entered[following]
+    return order
 
 
 _NOTHING = (

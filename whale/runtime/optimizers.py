@@ -313,7 +313,7 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
             f"{type(optimizer).__name__} computes the loss at points that it finds from all parameters, of which a "
             f"rank has some, or parts: use an elementwise optimizer, such as AdamW, or {all_of_them}"
         )
-    samples: dict[tuple[int, int, int | None], tuple[tuple[int, ...], Tensor]] = {}
+    samples: dict[tuple[int, int, int | None, bool], tuple[tuple[int, ...], Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) in owners and parameter.numel():
@@ -324,11 +324,12 @@ def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, 
                 cut = [dim for dim, (part, whole) in enumerate(own) if part != whole]
                 if getattr(optimizer, "joins_columns", False):
                     cut = [dim for dim in cut if not dim]
+                is_sparse = _has_rows(parameter)
                 for dim in [*cut, None]:
-                    known = samples.get((number, len(shape), dim))
+                    known = samples.get((number, len(shape), dim, is_sparse))
                     if known is None or shape > known[0]:
-                        samples[number, len(shape), dim] = shape, parameter
-    for (number, _, dim), (shape, like) in samples.items():
+                        samples[number, len(shape), dim, is_sparse] = shape, parameter
+    for (number, _, dim, _), (shape, like) in samples.items():
         try:
             error = _trial(optimizer, number, shape, like, dim)
         except Exception as failure:  # whatever an optimizer of the script's own does
@@ -365,7 +366,7 @@ def _check_own_state(optimizer: Optimizer, group: int, shape: Sequence[int], lik
     own = {**optimizer.param_groups[group], "params": [parameter]}
     twin = twin_of(optimizer, [own], defaultdict(dict))
     before = {**twin.__dict__, **own}
-    parameter.grad = start
+    parameter.grad = start.to_sparse(1) if _has_rows(like) else start
     twin.step()
     after = {**twin.__dict__, **twin.param_groups[0]}
     for name, value in after.items():
@@ -375,6 +376,11 @@ def _check_own_state(optimizer: Optimizer, group: int, shape: Sequence[int], lik
                 "step_in_backward=True it steps for some at a time: use an optimizer whose states are of single "
                 "parameters, such as AdamW, or leave step_in_backward out"
             )
+
+
+def _has_rows(parameter: Tensor) -> bool:
+    """Whether a parameter has a sparse gradient, which some optimizers need and others refuse."""
+    return parameter.grad is not None and parameter.grad.is_sparse
 
 
 def _trial(optimizer: Optimizer, group: int, shape: Sequence[int], like: Tensor, dim: int | None) -> float:
@@ -390,11 +396,14 @@ def _trial(optimizer: Optimizer, group: int, shape: Sequence[int], like: Tensor,
     def joined(pieces: Sequence[Tensor]) -> list[Tensor]:
         return list(pieces) if dim is None else [torch.cat(list(pieces), dim)]
 
+    def given(pieces: Sequence[Tensor]) -> list[Tensor]:
+        return [piece.to_sparse(1) for piece in pieces] if _has_rows(like) else list(pieces)
+
     starts, gradients = drawn(), [drawn() for _ in range(STEPS)]
     with torch.random.fork_rng(devices=[]):
-        together = _updated(optimizer, group, joined(starts), [joined(pieces) for pieces in gradients])
+        together = _updated(optimizer, group, joined(starts), [given(joined(pieces)) for pieces in gradients])
         apart = [
-            _updated(optimizer, group, [start], [[pieces[place]] for pieces in gradients])[0]
+            _updated(optimizer, group, [start], [given([pieces[place]]) for pieces in gradients])[0]
             for place, start in enumerate(starts)
         ]
     pairs = list(zip(together, joined(starts), joined(apart), strict=True))
@@ -449,7 +458,8 @@ def _over_ranks(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         else:
             engine, own = next(iter(names.items()), (None, ()))
         if engine is None:
-            return total_norm(given, norm_type, error_if_nonfinite, foreach)
+            rows = [x.coalesce().values() if x.is_sparse else x for x in given]  # torch has no norm of sparse ones
+            return total_norm(rows, norm_type, error_if_nonfinite, foreach)
         norm = engine.gradient_norm(float(norm_type), own)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(

@@ -109,6 +109,28 @@ def test_a_loss_that_is_no_sum_over_rows_is_not_said_to_mix_them() -> None:
     refused(UsageError, parts, Root(), torch.randn(4, 8), micro_batches=2)
 
 
+class Averages(nn.Module):
+    """A running mean over the rows of batches."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        return y.square().mean()
+
+
+def test_a_running_mean_over_rows_is_refused_with_its_buffer() -> None:
+    parts = ["micro_batches=2", "the buffer mean", "test_batches.py:", "a micro-batch has only a term"]
+    refused(UsageError, parts, Averages(), torch.randn(4, 8), micro_batches=2)
+
+
 class Halves(nn.Module):
     """A loss of a part of the batch, or of rows that are far apart."""
 
