@@ -3,7 +3,9 @@
 Hypothesis keeps no clock: how fast examples are drawn says something of the machine, not of the code.
 """
 
+import gc
 import importlib.util
+import logging
 
 from hypothesis import HealthCheck, settings
 
@@ -13,3 +15,14 @@ if importlib.util.find_spec("triton") is None:
 
 settings.register_profile("whale", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("whale")
+
+
+def pytest_collection_finish() -> None:
+    """Nothing looks again through what is collected, and torch writes no trace of its compilers.
+
+    A collector of garbage would visit thousands of tests with their modules. Pytest adds handlers to loggers that do
+    not propagate, and with a handler torch prints every graph into its trace: a sixth of the time of a capture.
+    """
+    gc.collect()
+    gc.freeze()
+    logging.getLogger("torch.__trace").propagate = True

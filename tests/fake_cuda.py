@@ -112,9 +112,9 @@ def compiled(spec: str, rank: int) -> dict[str, Any]:
     """The texts and devices of rank *rank* of two, on ``cuda:{rank}``, under data and tensor parallelism."""
     device = f"cuda:{rank}"
     said: dict[str, Any] = {}
+    loaded = load_model(spec, SMALL[spec], device="meta")
+    traced = trace(loaded.model, loaded.batch, device=device, training=True)
     for name, default in (("replicate", whale.replicate()), ("split", whale.split())):
-        loaded = load_model(spec, SMALL[spec], device="meta")
-        traced = trace(loaded.model, loaded.batch, device=device, training=True)
         compilation = compile_traced(traced, Cluster.homogeneous(2), Options(default=default.strategy), device=device)
         clock = RNGPosition(0)
         programs = [p for s in compilation.stages for p in compilation.local_programs(s, rank, clock)]

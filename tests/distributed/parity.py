@@ -1,15 +1,17 @@
 """The oracle of the parity tests: one step of a model in parallel, against plain PyTorch in one process.
 
-Every rank runs both. The local run is the user's own model, eagerly, in float64, with its own loss; for models that
-cast to float32 inside, it is the captured graph with its casts promoted. Every gradient is compared by name.
+Every rank runs the step in parallel; the test's process runs the local one, once for all layouts of a model. That is
+the user's own model, eagerly, in float64, with its own loss; for models that cast to float32 inside, it is the captured
+graph with its casts promoted. Every gradient is compared by name.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +28,8 @@ from whale.runtime.launch import World
 
 Build = Callable[[], tuple[nn.Module, Any]]
 Layout = Mapping[str, Any]
+Local = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+"""The loss of a step in one process, the gradients by name, and the buffers after it."""
 
 BOUND = 1e-12
 UNEVEN_BOUND = 1e-9
@@ -70,6 +74,7 @@ class Worlds:
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
+        self._local: dict[Hashable, bytes] = {}
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 100.0) -> list[Any]:
         """``function(world, *arguments)`` of every rank of a world of that size."""
@@ -82,6 +87,15 @@ class Worlds:
             self.close()
             raise
 
+    def local(self, build: Build, setup: Setup) -> bytes:
+        """The local step of a model, computed once for all layouts, in the test's own process; pickled, because tensors
+        would come to ranks as files of shared memory."""
+        key = (build, setup.promote, setup.training, setup.loss_fn)
+        if key not in self._local:
+            with _quiet():
+                self._local[key] = pickle.dumps(local_step(*built(build, setup), setup))
+        return self._local[key]
+
     def close(self) -> None:
         """End them."""
         if self._ranks is not None:
@@ -91,15 +105,26 @@ class Worlds:
 
 def _isolated(world: World, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Leave the process as it was: warnings of models are not ours, and groups of finished runs keep sockets."""
-    logging.disable(logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quiet():
         result = function(world, *arguments)
     dist.barrier()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     return result
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings, which models give and tests do not read."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def cluster_of(speeds: tuple[float, ...]) -> Cluster | None:
@@ -130,7 +155,7 @@ def parallel(model: nn.Module, batch: Any, setup: Setup) -> Any:
     )
 
 
-def local_step(model: nn.Module, batch: Any, setup: Setup) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+def local_step(model: nn.Module, batch: Any, setup: Setup) -> Local:
     """The loss, the gradients by name and the buffers of one step in this process; *model* is left alone."""
     model = copy.deepcopy(model)
     leaves = {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch_leaves(batch).items()}
@@ -156,13 +181,19 @@ def run_captured(captured: Captured, model: nn.Module, leaves: Mapping[str, Any]
     return loss
 
 
-def compare(world: World, build: Build, setup: Setup) -> Difference:
-    """Run one step of a model locally and in parallel."""
+def built(build: Build, setup: Setup) -> tuple[nn.Module, Any]:
+    """The model and its batch, the same in every process."""
     torch.manual_seed(0)
     model, batch = build()
     model.train(setup.training)
+    return model, batch
+
+
+def compare(world: World, build: Build, setup: Setup, local: bytes) -> Difference:
+    """Run one step of a model in parallel, and compare it with the local one."""
+    model, batch = built(build, setup)
     whole = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    loss, gradients, buffers = local_step(model, batch, setup)
+    loss, gradients, buffers = pickle.loads(local)
     module = parallel(model, batch, setup)
     found_loss = module._step(batch_leaves(batch), train=True)
     found = module.full_gradients()
@@ -196,7 +227,7 @@ def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 def check(worlds: Worlds, size: int, build: Build, setup: Setup, bound: float | None = None) -> list[Difference]:
     """Assert parity on every rank; returns what each found."""
     limit = bound or (UNEVEN_BOUND if setup.speeds else BOUND)
-    results: list[Difference] = worlds.run(size, compare, build, setup)
+    results: list[Difference] = worlds.run(size, compare, build, setup, worlds.local(build, setup))
     for rank, difference in enumerate(results):
         error, name = difference.worst
         assert error <= limit, f"rank {rank}: {name} differs by {error:.1e}, more than {limit:.0e}"

@@ -4,6 +4,7 @@ What a rank imports in its first step (most of Whale is imported when it is firs
 Hugging Face) takes ten times as long as the step of a small model.
 """
 
+import gc
 import importlib
 import importlib.util
 import pkgutil
@@ -29,3 +30,4 @@ for _family in ("bert", "gpt2", "llama", "mixtral", "t5"):
     importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")
 if importlib.util.find_spec("accelerate"):
     importlib.import_module("transformers.trainer")
+gc.freeze()  # ranks collect their own garbage, and do not look through these million objects, nor copy their pages
