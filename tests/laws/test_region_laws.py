@@ -19,7 +19,7 @@ WAYS = (1e6, 1e7, 1e8, 1e9, 1e10)
 """Bytes per second out of a region; nodes have 1e9."""
 
 SEEDS = (0, 1, 2, 3, 7)
-"""Of cases whose search takes tenths of a second."""
+"""Cases whose search takes tenths of a second."""
 
 TOLERANCE = 0.02
 """By which a plan may be slower than one that was found for slower ways: a descent ends where no likely move helps."""
