@@ -58,6 +58,7 @@ class SailorPrices(CostModel):
         num_bytes: float,
         layers: Iterable[int] | None = None,
         kind: str = "all_reduce",
+        beside: int = 1,
     ) -> float:
         return self.rules.ring([self.cluster.devices[rank].type.name for rank in ranks], num_bytes)
 

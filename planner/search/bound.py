@@ -19,7 +19,7 @@ larger bound, which knows stages and memory and takes seconds to minutes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,12 +40,13 @@ MOST_ROWS = 4096
 differs."""
 
 
-def least_seconds(prices: CostModel, batch: int) -> float:
-    """Lower bound on the step time of all plans for a batch of the given rows."""
+def least_seconds(prices: CostModel, batch: int, devices: Mapping[DeviceType, int] | None = None) -> float:
+    """Lower bound on the step time of all plans for a batch of the given rows, on all devices or as many as given."""
     counts = Counter(prices.profile.layers)
     of_kinds = work_of_kinds(prices, batch)
+    nums = np.array([(prices.num_of_types if devices is None else devices).get(one, 0) for one in prices.num_of_types])
     work = np.array([num * of_kinds[kind] for kind, num in counts.items()])
-    return least_time(work, np.array(list(prices.num_of_types.values()), dtype=float)) + prices.step_overhead
+    return least_time(work[:, nums > 0], nums[nums > 0].astype(float)) + prices.step_overhead
 
 
 def work_of_kinds(prices: CostModel, batch: int) -> Array:

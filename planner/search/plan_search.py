@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
@@ -71,7 +72,7 @@ MOST_LAID_OUT, LAID_RANKS = 60, 1024
 ranks may differ."""
 
 LEAST_LAID_OUT = 5
-"""Partial plans that are placed and fit, even if the time is up."""
+"""Partial plans that are placed and fit, even if the time is up, or fewer are requested on more devices."""
 
 SURELY_SLOWER = 1.15
 """Ratio to the best simulated step above which a partial plan's own time makes it no rival: on ranks it is rarely as
@@ -167,7 +168,32 @@ class PlanSearch(Scoreboard):
                 self._refine(start, micro_batches, max_stages)
         self._restart(micro_batches, max_stages)
         self._reorder()
-        return self._simulated()
+        candidates, near = self._simulated()
+        return [*candidates, *self._in_one_region(candidates)], near
+
+    def _in_one_region(self, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+        """The best plans on the devices of each region alone, where these could be better: on slow ways between regions
+        they are, and families and descents begin with all devices."""
+        best = min(map(step_seconds, candidates), default=inf)
+        prices, pools = self.meshes.prices, self.meshes.pools
+        regions = dict.fromkeys(pool.region for pool in pools)
+        for region in regions if len(regions) > 1 else ():
+            own = tuple(pool for pool in pools if pool.region == region)
+            devices = Counter(pool.type for pool in own for _ in pool.ranks)
+            if self._over() or least_seconds(prices.under("none"), self.batch, devices) > best:
+                continue
+            alone = PlanSearch(
+                meshes=replace(self.meshes, pools=own),
+                batch=self.batch,
+                settings=self.settings,
+                tell=None,
+                stopped=self.stopped,
+                began=self.began,
+                bound=self.bound,
+                effort=self.effort,
+            )
+            yield from alone._tried(alone._micro_batches(), alone._max_stages())[0]
+            self.tried += alone.tried
 
     def quick_look(self) -> int | None:
         """The micro-batches of a plan that fits, if one is found at once: those of few rows take least memory, or only
@@ -394,7 +420,8 @@ class PlanSearch(Scoreboard):
         """The best partial plans on ranks, one of several with equal times, and others on the meshes of one of these.
         The best plan of one stage is among them, because only a compiled plan knows how much of its gradient reductions
         overlaps the last backward."""
-        most = max(self.settings.top, min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices)))
+        few = min(MOST_LAID_OUT, LAID_RANKS // len(self.meshes.prices.cluster.devices))
+        most = max(self.settings.top, LEAST_LAID_OUT, few)
         alone = best_timed((one for one in self.best.values() if len(one.draft.meshes) == 1), 1)
         leading = best_timed(self.best.values(), most + SPARE, key=lambda draft: (draft.meshes, draft.micro_batches))
         found: dict[tuple[Mesh, ...], list[Candidate]] = {}

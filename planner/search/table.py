@@ -168,14 +168,15 @@ class CostTable(ReplicaTable):
             return total(nums, forward) + total(nums, backward)
 
         most = self._most_held(costs.mesh, rows, micro_batches, part, held)
-        if sum(limit * num for limit, (_, num) in zip(most, groups, strict=True)) < rows:
+        least = 1 if self.prices.stack.zero else 0
+        if min(most) < least or sum(limit * num for limit, (_, num) in zip(most, groups, strict=True)) < rows:
             return None
         low, high = 0.0, max(seconds(group, limit) for limit, (group, _) in zip(most, groups, strict=True))
         shares = most
         while high - low > 1e-3 * high:
             middle = (low + high) / 2
             within = [
-                bisect_right(range(1, limit + 1), middle, key=lambda count: seconds(group, count))
+                max(least, bisect_right(range(1, limit + 1), middle, key=lambda count: seconds(group, count)))
                 for limit, (group, _) in zip(most, groups, strict=True)
             ]
             if sum(count * num for count, (_, num) in zip(within, groups, strict=True)) < rows:
@@ -521,6 +522,11 @@ class CostTable(ReplicaTable):
             most[index] = given[index] + 1
             if not room[index]:
                 given[index], room[index] = given[index] + 1, groups[index][1]
+        if self.prices.stack.zero and 0 in most:  # each replica has a row, as plans are laid out
+            able = [one for one, count in zip(groups, most, strict=True) if count]
+            fewer = rows - num_slices + sum(num for _, num in able)
+            shared = dict(self._shared(able, fewer, micro_batches))
+            return [(group, shared.get(group, 1)) for group, _ in groups]
         return [(group, count) for (group, _), count in zip(groups, most, strict=True)]
 
     def gradient_sums(self, mesh: Mesh) -> GradientSums:

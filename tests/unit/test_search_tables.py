@@ -17,6 +17,7 @@ from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import StageChoice
 from whale.planner.search.evaluate import score
+from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import PartialPlan, likely_cuts, score_partial
 from whale.planner.search.refine import _moves, refined
 from whale.planner.search.space import Chain, Mesh, pools_of
@@ -64,6 +65,22 @@ def test_rows_that_a_replica_holds_are_those_of_its_fullness() -> None:
                 assert full(rows) == wanted
                 seen.add(wanted)
     assert seen == {True, False}
+
+
+def test_a_replica_that_owns_state_has_a_row_in_the_table_as_in_the_plan() -> None:
+    slow = card("slow", gib=64)
+    given = chain([layer({FAST.name: 0.01, slow.name: 1.0}, kept=4e6)], (0,) * 4)
+    cluster = machines([FAST] * 2 + [slow] * 2, Link(bandwidth=1e9, latency=1e-5))
+    for zero in (0, 1):
+        prices = CostModel.of(given, cluster, batch=BATCH).under("none", zero)
+        meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of((), 4, None))
+        mesh = Mesh((2, 2), 1)
+        partial = PartialPlan(meshes=(mesh,), starts=(0,), micro_batches=4, schedule="1f1b")
+        laid = laid_out(meshes, partial, BATCH)
+        assert {one.rows for one in meshes.costs(mesh, 8, 4).slices} == ({3, 1} if zero else {4, 0})
+        assert {*laid.stages[0].rows} == ({3, 1} if zero else {4})  # the slow ones are left out
+        seconds = score_partial(meshes, partial, BATCH).timed.seconds
+        assert seconds == pytest.approx(laid.prediction.step_seconds, rel=0.05)  # without them sums are shorter
 
 
 def test_the_memory_of_a_stage_is_that_of_the_plan_where_micro_batches_share_casts() -> None:
