@@ -52,7 +52,7 @@ LAYOUTS: dict[str, Callable[[Stages], dict[str, Any]]] = {
         stages[1]: [whale.stage(2), whale.replicate(zero=1)],
     },
 }
-"""Of four ranks."""
+"""Annotations for four ranks."""
 
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
