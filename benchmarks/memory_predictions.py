@@ -111,6 +111,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "moe": ("moe.py:moe", {**SMALL, "layers": 3, "experts": 4, "ffn": 64}, ("blocks.{}", "layers.{}")),
     "gshard": ("gshard.py:gshard", {**SMALL, "layers": 3, "experts": 4, "ffn": 64}, ("layers.{}",)),
     "resnet": ("resnet.py:resnet", {"layers": 50, "width": 1, "classes": 100, "size": 32}, ("layers.{}",)),
+    "cosmoflow": ("cosmoflow.py:cosmoflow", {"size": 32, "width": 4, "most": 8}, ("blocks.{}",)),
     "hf:gpt2": ("", _decoder("n_embd", "n_layer", "n_head", n_positions=32), ("transformer.h.{}",)),
     "hf:opt": ("", _decoder("hidden_size", "num_hidden_layers", "num_attention_heads", ffn_dim=128,
                             word_embed_proj_dim=64), ("model.decoder.layers.{}",)),
@@ -165,6 +166,8 @@ class Case:
     def _annotation(self, layers: list[str]) -> dict[str, Any]:
         if self.layout in ("replicate", "split"):
             return {"": getattr(whale, self.layout)()}
+        if self.layout == "cut rows":
+            return {"": whale.split(dim=2 if self.model == "cosmoflow" else 1)}
         if self.layout == "stage":
             cuts = [layers[n * len(layers) // self.ranks] for n in range(self.ranks)]
             return {cut: whale.stage() for cut in cuts}
@@ -185,7 +188,7 @@ def drawn(seed: int) -> Case:
     draw = random.Random(seed)
     ranks = draw.choice((2, 2, 3))
     layout = draw.choice(
-        ("replicate", "split", "stage") + ("stages of 1 and 2", "stages of 1 and split 2") * (ranks > 2)
+        ("replicate", "split", "stage", "cut rows") + ("stages of 1 and 2", "stages of 1 and split 2") * (ranks > 2)
     )
     options: dict[str, Any] = {}
     if (count := draw.choice((1, 1, 2, 4))) > 1 or "stage" in layout:

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from whale.ir.profile import Affine, Amount, RuleCosts
 
-__all__ = ["as_number", "most_of", "most_of_both", "without_all"]
+__all__ = ["as_number", "most_of", "most_of_both", "sum_of", "without_all"]
 
 ELEMENT_BYTES = (2, 4, 8)
 """The dtypes in which a profile may be read."""
@@ -31,6 +31,14 @@ def most_of_both(one: RuleCosts, other: RuleCosts, least: int) -> RuleCosts:
 def as_number(value: Fraction | int) -> float:
     """Whole numbers as such."""
     return int(value) if value.denominator == 1 else float(value)
+
+
+def sum_of(amounts: Sequence[Amount]) -> Amount:
+    """The sum of amounts."""
+    elements, others = [one.elements for one in amounts], [one.bytes for one in amounts]
+    return Amount(
+        elements=Affine(*map(sum, zip(*elements, strict=True))), bytes=Affine(*map(sum, zip(*others, strict=True)))
+    )
 
 
 def without_all(amount: Amount, others: Sequence[Amount]) -> Amount:

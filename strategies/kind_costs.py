@@ -31,7 +31,7 @@ from whale.ir.profile import (
 )
 from whale.ir.strategy import EXPERTS, RECOMPUTES, Experts, Recompute
 from whale.runtime.random import RNGPosition
-from whale.strategies.amounts import as_number, most_of, most_of_both, without_all
+from whale.strategies.amounts import as_number, most_of, most_of_both, sum_of, without_all
 from whale.strategies.casts import cast_to
 from whale.strategies.dry_run import TaskCalls, dry_run
 from whale.strategies.fused import Traffic
@@ -228,6 +228,10 @@ class KindCosts:
         saved = self._saved([t.kept for t in traces], regions, sent=sent)
         shares = (1.0, 1.0) if experts or context > 1 else first.held_shares(self.kind, degree)
         received_share, sent_share = shares
+        working, rules = self._working([t.alive for t in traces], saved), self._under_rules(again, sent=sent)
+        if copied := self._copied((degree, experts, context)):
+            saved += (Saved(origin="part of the batch", size=copied),)
+            rules = tuple(one.model_copy(update={"kept": sum_of([one.kept, copied])}) for one in rules)
         return LayerVariant(
             tensor_degree=1 if experts else degree,
             expert_degree=degree if experts else 1,
@@ -238,14 +242,14 @@ class KindCosts:
             forward_communications=self._communications([t.forward_calls for t in traces], group) + exchanges,
             backward_communications=self._communications([t.backward_calls for t in traces], group) + exchanges[::-1],
             saved=saved,
-            working=self._working([t.alive for t in traces], saved),
+            working=working,
             parameters=sum(sizes),
             expert_parameters=of_experts,
             buffers=frozen,
             largest=max(sizes, default=0),
             factored=sum(_factored(shape) for shape in shapes),
             sizes=sizes,
-            rules=self._under_rules(again, sent=sent),
+            rules=rules,
             received_share=received_share,
             sent_share=sent_share,
         )
@@ -311,6 +315,20 @@ class KindCosts:
                 size = Amount(bytes=Affine(law.fixed * kind.itemsize, law.per_row * kind.itemsize))
             found.append(Communication(kind=name, group=groups[same[0].ranks], size=size, beside=same[0].beside))
         return tuple(found)
+
+    def _copied(self, way: _Way) -> Amount | None:
+        """The copies of a device's parts of the batch, which have gaps where another dim than the rows is cut; None if
+        there are none."""
+        sizes = []
+        for rows, model in self.models.items():
+            program, size = model.program(self.kind, way[0], rows, *way[1:]), Traffic()
+            inputs = model.captured.inputs
+            batch = {inputs[n.name]: n.meta["val"] for n in model.captured.graph.nodes if n.name in inputs}
+            for leaf, intervals in program.parts_with_gaps(batch):
+                count, kind = prod(sum(b - a for a, b in dim) for dim in intervals), batch[leaf].dtype
+                size += Traffic(elements=count) if kind == self.dtype else Traffic(bytes=count * kind.itemsize)
+            sizes.append(size)
+        return self._amount(sizes) if any(size != Traffic() for size in sizes) else None
 
     def _exchanges(self, runs: Sequence[Sequence[KernelRun]], stage: PlacedStage) -> tuple[Communication, ...]:
         """The all-to-alls of rows to their experts and back, for all degrees at which experts are divided."""

@@ -49,13 +49,29 @@ class Positioned(Decoder):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Dropping(Decoder):
+    """A decoder with dropout, whose masks are drawn by position where there are several ranks or micro-batches."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = F.dropout(layer(x), 0.1, self.training)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def dropping() -> Decoder:
+    torch.manual_seed(0)
+    return Dropping(layers=3, heads=4, width=64).double()
+
+
 def positioned() -> Decoder:
     torch.manual_seed(0)
     return Positioned(layers=2, heads=4, width=128).double()
 
 
 def build(options: dict[str, Any]) -> Any:
-    model = positioned() if options.pop("has_table", False) else decoder(layers=2, heads=4, width=64)
+    builders = {"table": positioned, "dropout": dropping}
+    model = builders[options.pop("has")]() if "has" in options else decoder(layers=2, heads=4, width=64)
     return model.float() if "precision" in options else model
 
 
@@ -89,8 +105,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
     "tensor parallel": ({"": split()}, {"micro_batches": 2}, "adamw"),
     "a table that is kept over the update": (
         STAGES,
-        {"micro_batches": 16, "recompute": "full", "has_table": True},
+        {"micro_batches": 16, "recompute": "full", "has": "table"},
         "adamw",
+    ),
+    "dropout": ({"": replicate()}, {"has": "dropout"}, "sgd"),
+    "dropout, layers computed again": (
+        {"": replicate()},
+        {"has": "dropout", "micro_batches": 8, "recompute": "full"},
+        "sgd",
     ),
     "tensor parallel, unlike shares": ({"": split()}, plan_of("split", [3, 1]), "sgd"),
     "pipeline": (STAGES, {"micro_batches": 8}, "sgd"),

@@ -13,7 +13,8 @@ from torch import Tensor
 import whale
 from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
-from tests.distributed.test_zero import LAYOUTS, built
+from tests.distributed.test_zero import LAYOUTS
+from tests.distributed.trained import MODELS, built
 from tests.distributed.two_ranks import refusal
 from whale.compile import exchanges
 from whale.runtime.launch import World
@@ -51,7 +52,7 @@ def both(world: World | None, name: str, kind: str, options: dict[str, Any], opt
     found = []
     for own in (options, {**options, "step_in_backward": True}):
         made = copy.deepcopy(model)
-        whale.annotate(made, LAYOUTS[kind](name))
+        whale.annotate(made, LAYOUTS[kind](MODELS[name].stages))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(exchanges, "bucket_bytes", lambda *of, **options: 1024)
             parallel: Any = whale.parallelize(made, batch, device="cpu", **own)

@@ -9,34 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from torch import nn
 
 import whale
+from tests.distributed import trained
 from tests.distributed.parity import Worlds, cluster_of
 from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.trained import BOUND, MODELS
 from tests.distributed.two_ranks import refusal
 from tests.small_models import decoder, tokens
-from whale.cli.model_loader import load_model
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.runtime.launch import World
-
-BOUND = 1e-12
-"""The largest error of a loss, and of parameters after five steps of AdamW."""
-EXACT = ("decoder", "t5", "mixture")
-ROUNDED = 1e-6
-"""The largest error of a loss that a model computes in float32 whatever its parameters are."""
-SPLIT_IN_FLOAT32 = 1e-8
-"""The largest error of parameters behind norms in float32 of values that ranks sum; without zero it is the same."""
 
 
 @pytest.fixture(scope="module")
@@ -45,124 +30,29 @@ def worlds() -> Iterator[Worlds]:
         yield made
 
 
-def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
-    config = GPT2Config(
-        vocab_size=32, n_embd=16, n_layer=3, n_head=4, n_positions=8, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
-    )
-    return GPT2LMHeadModel(config), words()
-
-
-def llama() -> tuple[nn.Module, dict[str, Tensor]]:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)), words()
-
-
-def t5() -> tuple[nn.Module, dict[str, Tensor]]:
-    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)), words()
-
-
-def mixture() -> tuple[nn.Module, dict[str, Tensor]]:
-    sizes = {"layers": 2, "hidden": 16, "heads": 2, "ffn": 16, "seq": 6, "vocab": 32, "experts": 4, "batch_size": 8}
-    found = load_model("examples/models/moe.py:moe", sizes)
-    return found.model, found.batch
-
-
-def words() -> dict[str, Tensor]:
-    drawn = torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": drawn, "labels": drawn}
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "decoder": lambda: (decoder(layers=3), tokens()),
-    "gpt2": gpt2,
-    "llama": llama,
-    "t5": t5,
-    "mixture": mixture,
-}
-
-
-def built(name: str) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    model, batch = MODELS[name]()
-    return model.double(), batch
-
-
-def trained(step: Callable[..., Tensor], model: Any, batch: Any, steps: int = 5) -> list[float]:
-    """The losses of some steps of AdamW, whose first one accumulates two gradients."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
-    losses = []
-    for number in range(steps):
-        optimizer.zero_grad()
-        for _ in range(2 if number == 0 else 1):
-            losses.append(step(**batch).item())
-        optimizer.step()
-    return losses
-
-
-def local(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    model, batch = built(name)
-
-    def step(**batch: Any) -> Tensor:
-        found = model(**batch)
-        loss: Tensor = found if isinstance(found, Tensor) else found.loss
-        loss.backward()
-        return loss
-
-    return trained(step, model, batch), model.state_dict()
-
-
-def errors(world: World, name: str, layout: dict[str, Any], options: dict[str, Any]) -> tuple[float, float, int]:
+def errors(world: World, annotation: dict[str, Any], name: str, options: dict[str, Any]) -> tuple[float, float, int]:
     """Errors of losses and of parameters, and how many elements this rank trains."""
-    model, batch = built(name)
-    whale.annotate(model, layout)
-    made = whale.parallelize(model, batch, device="cpu", **options)
-    losses = trained(made.train_step, made, batch)
-    expected, state = local(name)
-    whole = made.full_state_dict()
-    assert whole.keys() == state.keys()
-    loss = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-    held = sum(p.numel() for p in made.parameters())
-    return loss, max((whole[n] - x).abs().max().item() for n, x in state.items()), held
+    loss, parameters, made = trained.training_errors(name, annotation, options)
+    return loss, parameters, sum(p.numel() for p in made.parameters())
 
 
 def check(worlds: Worlds, name: str, kind: str, **options: Any) -> list[int]:
     """Train as the local model; return how many elements each of four ranks trains."""
-    found = worlds.run(4, errors, name, LAYOUTS[kind](name), options)
-    for loss, parameters, _ in found:
-        assert loss <= (BOUND if name in EXACT else ROUNDED)
-        assert parameters <= (SPLIT_IN_FLOAT32 if name == "llama" and kind == "dp x tp" else BOUND)
+    found = worlds.run(4, errors, LAYOUTS[kind](MODELS[name].stages), name, options)
+    assert max(max(loss, parameters) for loss, parameters, _ in found) <= BOUND
     return [held for _, _, held in found]
 
 
-def halves(name: str, inner: Any) -> dict[str, Any]:
-    """Two stages on two ranks each."""
-    return {path: [whale.stage(2), inner] for path in SECOND[name]}
-
-
-SECOND = {
-    "decoder": ("layers.0", "layers.2"),
-    "gpt2": ("transformer.h.0", "transformer.h.2"),
-    "llama": ("model.layers.0", "model.layers.2"),
-    "t5": ("encoder", "decoder"),
-    "mixture": ("blocks.0", "blocks.1"),
+Stages = tuple[str, str]
+LAYOUTS: dict[str, Callable[[Stages], dict[str, Any]]] = {
+    **{kind: trained.LAYOUTS[kind].annotate for kind in ("dp", "dp x tp", "pp x dp")},
+    "dp x pp": lambda stages: {path: whale.stage(1) for path in stages},
+    "each stage its own": lambda stages: {
+        stages[0]: [whale.stage(2, zero=3, state_shares=[3, 1]), whale.replicate()],
+        stages[1]: [whale.stage(2), whale.replicate(zero=1)],
+    },
 }
-LAYOUTS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "dp": lambda name: {"": whale.replicate()},
-    "dp x tp": lambda name: {"": [whale.replicate(2), whale.split()]},
-    "pp x dp": lambda name: halves(name, whale.replicate()),
-    "dp x pp": lambda name: {path: whale.stage(1) for path in SECOND[name]},
-    "each stage its own": lambda name: dict(
-        zip(
-            SECOND[name],
-            [
-                [whale.stage(2, zero=3, state_shares=[3, 1]), whale.replicate()],
-                [whale.stage(2), whale.replicate(zero=1)],
-            ],
-            strict=True,
-        )
-    ),
-}
+"""Annotations for four ranks."""
 
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -191,7 +81,7 @@ def test_training_equals_the_local_model(worlds: Worlds, name: str, kind: str, o
 
 
 def test_ranks_own_their_shares(worlds: Worlds) -> None:
-    total = sum(p.numel() for p in decoder(layers=3).parameters())
+    total = sum(p.numel() for p in decoder(layers=2).parameters())
     held = check(worlds, "decoder", "dp", zero=1, state_shares=[3, 1, 0, 1])
     assert sum(held) == total
     for share, own in zip((3, 1, 0, 1), held, strict=True):
@@ -200,27 +90,14 @@ def test_ranks_own_their_shares(worlds: Worlds) -> None:
 
 
 PLANNED = """{"world_size": 4, "batch": 8, "micro_batches": 2, "annotations": {"layers.0": ["stage(2)", "replicate(2)"],
-    "layers.2": ["stage(2)", "replicate(2)"]}, "stages": [
+    "layers.1": ["stage(2)", "replicate(2)"]}, "stages": [
     {"ranks": ["0-1"], "axes": [{"name": "replicate", "size": 2, "role": "replicate"}],
      "state": {"level": 3, "shares": [3, 1]}},
     {"ranks": ["2-3"], "axes": [{"name": "replicate", "size": 2, "role": "replicate"}]}]}"""
 
 
-def by_plan(world: World) -> tuple[float, float, int]:
-    """Errors of losses and parameters, and how many elements this rank trains, by a plan that divides the state of its
-    first stage."""
-    model, batch = built("decoder")
-    made = whale.parallelize(model, batch, device="cpu", plan=Plan.parse(PLANNED))
-    losses = trained(made.train_step, made, batch)
-    expected, state = local("decoder")
-    whole = made.full_state_dict()
-    loss = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-    held = sum(p.numel() for p in made.parameters())
-    return loss, max((whole[n] - x).abs().max().item() for n, x in state.items()), held
-
-
 def test_a_plan_says_how_its_stages_divide_their_state(worlds: Worlds) -> None:
-    found = worlds.run(4, by_plan)
+    found = worlds.run(4, errors, {}, "decoder", {"plan": Plan.parse(PLANNED)})
     assert all(max(loss, parameters) <= BOUND for loss, parameters, _ in found)
     held = [held for _, _, held in found]
     assert held[2] == held[3]  # all of the second stage

@@ -112,6 +112,25 @@ def test_an_estimate_is_what_a_compiled_step_of_the_annotation_is_predicted_to_t
     assert max(one.total for one in planned.memory) == pytest.approx(max(one.total for one in said.memory), rel=0.1)
 
 
+@pytest.mark.parametrize("rule", ["none", "full"])
+def test_the_copy_of_a_devices_part_of_the_batch_is_counted(rule: Any) -> None:
+    cluster = Cluster.homogeneous(2, CARD, intra=LINK)
+    model, batch = volumes(size=64, width=4, most=8)
+    profile = profiled(model, batch, context_degrees=(2,), rules=True, name="volumes")
+    configuration = Configuration(
+        batch=2, micro_batch=2, context=2, precision="fp32", stack="whale", recompute=rule
+    )  # fmt: skip
+    said = estimate(profile, cluster, configuration).prediction
+    whale.annotate(model, {"": whale.split(dim=2)})
+    costs = Costs(profile=profile, cluster=cluster, precision="fp32", device="cuda")
+    planned = make_plan(model, batch, costs, Options(recompute=rule), rows=2, name="volumes").predicted.prediction
+    of_part = 2 * profile.row_bytes / 2
+    assert min(one.activations for one in planned.memory) > 2 * profile.row_bytes + of_part
+    both = [max(one.total - one.framework for one in found.memory) for found in (said, planned)]
+    whole = 2 * profile.row_bytes * (1 + FRAGMENTATION)  # which a prediction has in what the framework takes
+    assert both[1] <= both[0] + whole <= 1.3 * both[1]
+
+
 def test_the_allocator_reserves_as_much_beyond_the_batch_as_beyond_activations() -> None:
     cluster = Cluster.homogeneous(1, CARD)
     profile = profiled(*volumes(size=32, width=4, most=8))

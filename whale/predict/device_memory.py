@@ -21,7 +21,6 @@ from whale.ir.workload import DeviceMemory
 from whale.planner.cost.memory import communicator_bytes, framework_bytes, wasted_share
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.peak_memory import Device, PeakMemory, brief_peak_memory
-from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import like_ranks
 
 __all__ = ["bytes_of_communicators", "device_memory", "memory_advice", "peak_memories"]
@@ -37,20 +36,12 @@ def peak_memories(
     schedule: str,
     optimizer: Optimizer,
     device: Device,
-    clock: RNGPosition | None,
     memory_of: Callable[..., PeakMemory],
 ) -> dict[int, PeakMemory]:
     """Bytes of every rank that works, by *memory_of*; one dry run for ranks with equal fingerprints."""
     found: dict[int, PeakMemory] = {}
     for members in _alike(compilation):
-        one = memory_of(
-            compilation,
-            members[0],
-            schedule=schedule,
-            optimizer=optimizer,
-            device=device,
-            clock=clock,
-        )
+        one = memory_of(compilation, members[0], schedule=schedule, optimizer=optimizer, device=device)
         found |= dict.fromkeys(members, one)
     return found
 

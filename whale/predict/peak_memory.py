@@ -56,6 +56,9 @@ Device = Literal["cpu", "cuda"]
 """Device whose kernels run, and its optimizer implementation. Tensors are always on the CPU, because other devices need
 a driver."""
 
+_POSITION = RNGPosition(0)
+"""Position of all dry runs: programs are recognised as equal only if they share it."""
+
 _SMALL_BYTES = 1024
 """Bytes of the loss, its sum over ranks, and the numbers for comparing batches: a few numbers of 8 bytes."""
 
@@ -105,7 +108,6 @@ def peak_memory(
     schedule: str,
     optimizer: Optimizer = "adamw",
     device: Device = "cpu",
-    clock: RNGPosition | None = None,
 ) -> PeakMemory:
     """Peak memory of *rank* in a step, including the optimizer's update.
 
@@ -115,12 +117,12 @@ def peak_memory(
         schedule: of the compilation.
         optimizer: determines the states; gradients are assumed to be freed between steps.
         device: ``cpu``, or ``cuda`` for an accelerator, which need not exist.
-        clock: the RNG position of random operators; None: they draw as the local model does.
 
     Raises:
         UsageError: an unknown optimizer.
     """
-    trial = _Trial(compilation, rank, device, clock, several=len(compilation.rows) > 1, optimizer=optimizer)
+    clock, several = _clock(compilation), len(compilation.rows) > 1
+    trial = _Trial(compilation, rank, device, clock, several=several, optimizer=optimizer)
     trial.run(_program(compilation, rank, schedule))
     found = trial.found()
     assert found is not None  # nothing is folded
@@ -134,7 +136,6 @@ def brief_peak_memory(
     schedule: str,
     optimizer: Optimizer = "adamw",
     device: Device = "cpu",
-    clock: RNGPosition | None = None,
     known: Known | None = None,
 ) -> PeakMemory:
     """Peak memory like `peak_memory`, from a single micro-batch, in a fraction of the time.
@@ -144,6 +145,7 @@ def brief_peak_memory(
     compilations of the same captured model: ranks with equal fingerprints run once.
     """
     first, known = compilation.of_first, Known() if known is None else known
+    clock = _clock(compilation)
     program = first.program(rank)
     like = sketch(first, rank, program, clock)
     differ = bool(compilation.units) or compilation.step_in_backward or casts_parameters(compilation.captured)
@@ -157,6 +159,13 @@ def brief_peak_memory(
     kept = sum((most[stage] - 1) * task.kept for stage, task in found.tasks.items())
     messages = (min(MESSAGES, len(compilation.rows)) - 1) * found.at_peak["buffers"]
     return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages), compilation)
+
+
+def _clock(compilation: Compilation) -> RNGPosition | None:
+    """The position by which random operators draw, as in the executor's step: what is drawn by position is not kept. A
+    single rank with a single micro-batch draws as the local model does."""
+    alone = len(compilation.rows) == 1 and len({r for stage in compilation.stages for r in stage.mesh.ranks}) == 1
+    return None if alone else _POSITION
 
 
 class _Options(NamedTuple):
@@ -295,12 +304,13 @@ def _splits(program: Program) -> bool:
     return any(isinstance(task, Compute) and task.kind == "I" for task in program)
 
 
-def _runs_graphs(compilation: Compilation, program: Program) -> bool:
-    """Whether a dry run needs the graphs of backwards: autograd keeps other values."""
-    is_kept = not compilation.computes_again and not compilation.offloads_activations
+def _runs_graphs(compilation: Compilation, program: Program, data: RankStep, batch: Mapping[str, Tensor]) -> bool:
+    """Whether a dry run needs the graphs of backwards: autograd keeps other values, and no copies of parts of the
+    *batch*."""
+    is_other = compilation.computes_again or compilation.offloads_activations or compilation.step_in_backward
     casts = compilation.is_of_several and casts_parameters(compilation.captured)
-    updates = compilation.step_in_backward
-    return _splits(program) or not is_kept or casts or updates or bool(compilation.units)
+    copies = any(one.parts_with_gaps(batch) for stage in data.stages for one in stage.programs)
+    return _splits(program) or is_other or casts or copies or bool(compilation.units)
 
 
 def _can_be_folded(compilation: Compilation, program: Program) -> bool:
@@ -502,7 +512,7 @@ class _Trial:
     def _step(self, program: Program) -> RankStep:
         """The data of the step: with derivatives if autograd keeps other values than these."""
         data = rank_step(self.compilation, self.rank, program, self.clock)
-        if not _runs_graphs(self.compilation, program):
+        if not _runs_graphs(self.compilation, program, data, self.batch):
             return data
         placed = {stage.index: stage for stage in self.compilation.stages}
         stages = []
@@ -538,7 +548,7 @@ class _Trial:
         )
         self._assembled = step
         self._reducer = step.executor.reducer
-        if not _runs_graphs(self.compilation, program):
+        if not _runs_graphs(self.compilation, program, data, self.batch):
             needs = {s: [edge.needs_grad for edge in edges] for s, edges in step.executor.entering.items()}
             step.executor.stages = {s: ByAutograd(one, needs[s]) for s, one in step.executor.stages.items()}
         for parameter in self.parameters.values():
@@ -551,7 +561,7 @@ class _Trial:
                 replays = [(fold, self._replay(fold)) for fold in folds]
                 stage.programs = [marked(stage.programs[0], replays, order[index])]
                 stage.taker = None if self._reducer is None else _Taker(self._reducer, self.live.log, names)
-        if self.device == "cuda" and not _runs_graphs(self.compilation, program):
+        if self.device == "cuda" and not _runs_graphs(self.compilation, program, data, self.batch):
             for stage in step.stages:
                 programs = {id(program): accelerated(program) for program in stage.programs}
                 stage.programs = [programs[id(program)] for program in stage.programs]
@@ -561,6 +571,7 @@ class _Trial:
             sums = [torch.empty(shape, dtype=dtype, device=self.place) for shape, dtype in data.sums.likes]
             for stage in step.stages:
                 stage.begin(self.batch, sums)
+                stage.prepare()  # earlier steps did
             casts = [self._casts_of_omitted(stage) for stage in step.stages]
             step.executor.run(True, update=self._update if self.compilation.step_in_backward else None)
             casts.clear()

@@ -26,13 +26,8 @@ from whale.predict.device_memory import bytes_of_communicators, device_memory, p
 from whale.predict.layer_parts import stage_layers
 from whale.predict.peak_memory import Device, PeakMemory, brief_peak_memory, peak_memory
 from whale.predict.workload import workload_of
-from whale.runtime.random import RNGPosition
 
 __all__ = ["Predicted", "predict", "predicted_memory"]
-
-
-_POSITION = RNGPosition(0)
-"""Position of all dry runs: programs are recognised as equal only if they share it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +44,6 @@ def predict(
     costs: Costs,
     *,
     schedule: str,
-    clock: RNGPosition | None = None,
     memory_of: Callable[..., PeakMemory] = peak_memory,
 ) -> Predicted:
     """Predict the compiled step on the cluster of *costs*.
@@ -62,7 +56,7 @@ def predict(
     """
     layers = stage_layers(compilation, costs.profile)
     options: dict[str, Any] = {"schedule": schedule, "optimizer": costs.optimizer, "device": costs.device}
-    held = peak_memories(compilation, **options, clock=clock or _clock(compilation), memory_of=memory_of)
+    held = peak_memories(compilation, **options, memory_of=memory_of)
     workload, measured = workload_of(compilation, costs, layers, held, schedule)
     timeline = simulate_alike(workload)
     memory = _on_devices(compilation, costs.cluster, held)
@@ -84,16 +78,10 @@ def predicted_memory(
 ) -> tuple[DeviceMemory, ...]:
     """Predict what every device of *cluster* holds in the compiled step, as `predict` does; no profile is needed."""
     options: dict[str, Any] = {"schedule": schedule, "optimizer": optimizer, "device": device}
-    held = peak_memories(compilation, **options, clock=_clock(compilation), memory_of=brief_peak_memory)
+    held = peak_memories(compilation, **options, memory_of=brief_peak_memory)
     return _on_devices(compilation, cluster, held)
 
 
 def _on_devices(compilation: Compilation, cluster: Cluster, held: Mapping[int, PeakMemory]) -> tuple[DeviceMemory, ...]:
     used = bytes_of_communicators(compilation)
     return tuple(device_memory(cluster, rank, held[rank], used[rank]) for rank in sorted(held))
-
-
-def _clock(compilation: Compilation) -> RNGPosition | None:
-    """The position of masks where backwards compute values again: those that are drawn by position are not kept."""
-    alone = len(compilation.rows) == 1 and len({r for stage in compilation.stages for r in stage.mesh.ranks}) == 1
-    return None if alone or not compilation.computes_again else _POSITION

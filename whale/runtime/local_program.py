@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from whale.ir.garbage import without_collections
 from whale.runtime.collectives import CollectiveModule, Group
@@ -156,6 +156,16 @@ class LocalProgram:
     depends_on_position: bool = False
     nothing: tuple[ShapeAndDtype, ...] | None = None
     derivative: Derivative | None = None
+
+    def parts_with_gaps(self, batch: Mapping[str, Tensor]) -> list[tuple[str, Intervals]]:
+        """The parts of a batch that it reads and that have gaps, as parts of rows do; derivatives read copies of
+        these."""
+        read = [what for graph in (self.step, self.micro_batch) for kind, what in graph.sources if kind == "input"]
+        return [
+            (leaf, intervals)
+            for leaf, intervals in read
+            if any(dim != ((0, size),) for dim, size in zip(intervals[1:], batch[leaf].shape[1:], strict=True))
+        ]
 
 
 def bound(programs: Sequence[LocalProgram], group_of: Callable[[str, tuple[int, ...]], Group]) -> list[LocalProgram]:

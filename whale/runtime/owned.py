@@ -352,15 +352,11 @@ class HeldUnit:
             return []
         pieces = [whole[start:stop] for start, stop in pairwise(self.cuts)]
         own = pieces[self.position]
+        if not whole.is_cuda:  # gloo gathers into other memory, and copies it
+            return exchange([own] * len(pieces), pieces, self.unit.spec.ranks, self.position, self.group)
         if len(set(sizes)) == 1:
             return [gather_single(whole, own, group=self.group, async_op=True)]
-        if whole.is_cuda:
-            return [dist.all_gather(pieces, own, group=self.group, async_op=True)]
-        return [
-            dist.broadcast(piece, rank, group=self.group, async_op=True)
-            for rank, piece in zip(self.unit.spec.ranks, pieces, strict=True)
-            if piece.numel()
-        ]
+        return [dist.all_gather(pieces, own, group=self.group, async_op=True)]
 
     def _wait(self, arriving: _Arriving) -> None:
         for work in arriving.works:

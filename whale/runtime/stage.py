@@ -142,6 +142,13 @@ class LocalStage:
             held = self._casts.get((name, dtype))
             self._casts[name, dtype] = parameter.to(dtype) if held is None else held.copy_(parameter)
 
+    def prepare(self) -> None:
+        """Make what all steps share, such as constants and the numbers of rows, of all micro-batches; a step makes what
+        it is the first to read."""
+        for program in self.programs:
+            if program.nothing is None:
+                self._arguments_of(program, program.micro_batch)
+
     def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the micro-batch graph; new buffer values are stored when the step ends, the rest is returned."""
         program = self.programs[micro_batch]
@@ -293,11 +300,7 @@ class LocalStage:
     def _arguments(
         self, program: LocalProgram, received: tuple[Tensor, ...], graph: LocalGraph | None = None
     ) -> list[Any]:
-        graph = graph or program.micro_batch
-        known = self._known.get(id(graph))
-        if known is None:
-            known = self._known[id(graph)] = self._split(program, graph)
-        fixed, changing = known
+        fixed, changing = self._arguments_of(program, graph or program.micro_batch)
         arguments = fixed.copy()
         for position, kind, what in changing:
             if kind == "received":
@@ -313,6 +316,13 @@ class LocalStage:
             else:
                 arguments[position] = self._step(program)[what]
         return arguments
+
+    def _arguments_of(self, program: LocalProgram, graph: LocalGraph) -> tuple[list[Any], list[tuple[int, str, Any]]]:
+        """The result of `_split`, found once for each graph."""
+        known = self._known.get(id(graph))
+        if known is None:
+            known = self._known[id(graph)] = self._split(program, graph)
+        return known
 
     def _split(self, program: LocalProgram, graph: LocalGraph) -> tuple[list[Any], list[tuple[int, str, Any]]]:
         """The constant arguments, in their positions, and the positions and sources of the others."""
