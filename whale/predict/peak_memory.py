@@ -121,7 +121,7 @@ def peak_memory(
     Raises:
         UsageError: an unknown optimizer.
     """
-    clock, several = _clock(compilation), len(compilation.rows) > 1
+    clock, several = _clock(compilation, device), len(compilation.rows) > 1
     trial = _Trial(compilation, rank, device, clock, several=several, optimizer=optimizer)
     trial.run(_program(compilation, rank, schedule))
     found = trial.found()
@@ -145,7 +145,7 @@ def brief_peak_memory(
     compilations of the same captured model: ranks with equal fingerprints run once.
     """
     first, known = compilation.of_first, Known() if known is None else known
-    clock = _clock(compilation)
+    clock = _clock(compilation, device)
     program = first.program(rank)
     like = sketch(first, rank, program, clock)
     differ = bool(compilation.units) or compilation.step_in_backward or casts_parameters(compilation.captured)
@@ -161,11 +161,12 @@ def brief_peak_memory(
     return _held(found, rank, optimizer, device, Counter(activations=kept, buffers=messages), compilation)
 
 
-def _clock(compilation: Compilation) -> RNGPosition | None:
-    """The position by which random operators draw, as in the executor's step: what is drawn by position is not kept. A
-    single rank with a single micro-batch draws as the local model does."""
+def _clock(compilation: Compilation, device: Device) -> RNGPosition | None:
+    """The position by which random operators draw, as in the executor's step. A single rank with a single micro-batch
+    draws as the local model does. Without one, what an accelerator's kernels keep is counted, which is more: the cost
+    model prices these."""
     alone = len(compilation.rows) == 1 and len({r for stage in compilation.stages for r in stage.mesh.ranks}) == 1
-    return None if alone else _POSITION
+    return None if alone or (device != "cpu" and not compilation.computes_again) else _POSITION
 
 
 class _Options(NamedTuple):
