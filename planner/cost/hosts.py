@@ -122,11 +122,11 @@ def has_hosts(cluster: Cluster) -> bool:
     return any(not type_.is_processor or told.size_bytes is not None for type_, told in nodes)
 
 
-def stepping_on_host(cluster: Cluster, rank: int, num_bytes: float, optimizer: str) -> float | None:
-    """Seconds of a rank's optimizer on its host, for parameters of some bytes; None for a processor, which is its own
-    host, unless the cluster says how fast the host is."""
+def stepping_on_host(cluster: Cluster, rank: int, num_bytes: float, optimizer: str, *, on_device: float) -> float:
+    """Seconds of a rank's optimizer on its host, for parameters of some bytes: those *on_device* for a processor, which
+    is its own host, unless the cluster says how fast the host is."""
     if cluster.devices[rank].type.is_processor and cluster.node_of(rank).host_memory.bandwidth is None:
-        return None
+        return on_device
     return costs_of(optimizer).moved * num_bytes / host_rank_bandwidth(cluster, rank)
 
 

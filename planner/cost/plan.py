@@ -96,12 +96,11 @@ class PlanCost(PlanMessages, PlanSums, PlanMemory):
 
     def _update(self, stage: ChainStage, kind: Kind, cost: StageCost) -> float:
         """Seconds of the optimizer of a device, for what it owns."""
-        if stage.state_on_host:
-            own = own_bytes(self.prices, stage, kind)
-            seconds = stepping_on_host(self.prices.cluster, kind.rank, own, self.prices.optimizer)
-            if seconds is not None:
-                return seconds
-        return cost.update * owned_part(self.prices, stage, kind)
+        update = cost.update * owned_part(self.prices, stage, kind)
+        if not stage.state_on_host:
+            return update
+        own = own_bytes(self.prices, stage, kind)
+        return stepping_on_host(self.prices.cluster, kind.rank, own, self.prices.optimizer, on_device=update)
 
     def _arriving(self, index: int, kind: Kind) -> float:
         """Seconds from the beginning of the step before which the first forward of a stage cannot end, because its

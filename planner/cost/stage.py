@@ -203,8 +203,7 @@ class CostModel(DeviceGroups):
             link = min(link_to_host(self.cluster, rank) for rank in group.ranks)
             ahead, back = with_copies(ahead, back, kept=hosted, read=read, link=link)
             if self.stack.state_on_host:
-                stepping = stepping_on_host(self.cluster, group.ranks[0], size, self.optimizer)
-                update = update if stepping is None else stepping
+                update = stepping_on_host(self.cluster, group.ranks[0], size, self.optimizer, on_device=update)
         return StageCost(
             forward=ahead,
             backward=back,

@@ -530,11 +530,10 @@ class _Divided:
         """Seconds of the optimizer for what a rank owns of a stage, of which it would take *seconds* for all on its
         device."""
         whole, own = self.whole.get((stage.index, rank), (0.0, 0.0))
-        if stage.state_on_host:
-            stepping = stepping_on_host(self.costs.cluster, rank, own, self.costs.optimizer)
-            if stepping is not None:
-                return stepping
-        return seconds * (own / whole) if whole else seconds
+        update = seconds * (own / whole) if whole else seconds
+        if not stage.state_on_host:
+            return update
+        return stepping_on_host(self.costs.cluster, rank, own, self.costs.optimizer, on_device=update)
 
     def with_copies(self, work: StageWork, stage: PlacedStage, held: Mapping[int, PeakMemory]) -> StageWork:
         """A stage's work in no less time than what its tasks copy to the host and from it."""
