@@ -317,9 +317,7 @@ def place_time(
         node = coupled[0] if coupled else loss[0]
         whole = _computes_whole_batch(analysis, time, node)
         raise UsageError(_coupled_message(analysis, time, node if whole is None else whole, micro_batches))
-    outputs: Sequence[fx.Node] = captured.graph.output_node().args[0]  # type: ignore[assignment]
-    changed = map(resolve, outputs[1 : 1 + len(captured.mutated)])
-    for name, value in zip(captured.mutated, changed, strict=True):
+    for name, value in captured.new_values.items():
         if value[0] in time and time[value[0]].outputs[value[1]] == PARTIAL:
             raise UsageError(
                 f"micro_batches={micro_batches}: the forward writes a sum or a mean over the rows of the batch to the "

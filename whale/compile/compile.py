@@ -496,9 +496,8 @@ def _place_stages(
     prices = Prices() if torch.device(device).type == "cuda" else GLOO
     shared = _shared_parameters(captured, cut)
     outputs: tuple[Any, ...] = captured.graph.output_node().args[0]  # type: ignore[assignment]
-    num_mutated = len(captured.mutated)
-    mutated = {name: resolve(node) for name, node in zip(captured.mutated, outputs[1 : 1 + num_mutated], strict=True)}
-    returned = _returned_values(captured, cut, [resolve(node) for node in outputs[1 + num_mutated :]])
+    mutated = captured.new_values
+    returned = _returned_values(captured, cut, [resolve(node) for node in outputs[1 + len(mutated) :]])
     _check_buffers(captured, cut, mutated)
     fixed_shared: dict[Value, tuple[Placement, ...]] = {}
     time = traced.cut_in_time(len(rows))

@@ -49,7 +49,7 @@ from whale.graph.numbers import numbers_to_tensors
 from whale.graph.precision import Autocast, under_autocast, write_casts
 from whale.graph.repeats import Repeats
 from whale.graph.structure import Structure
-from whale.graph.values import is_call
+from whale.graph.values import Value, is_call, resolve
 from whale.ir.program import Returns
 from whale.ir.strategy import ScopePath, encode_scopes
 
@@ -79,6 +79,12 @@ class Captured:
     aliases: dict[str, str] = field(default_factory=dict)
     stage_regions: tuple[str, ...] = ()
     written: tuple[tuple[str, SourceLine | None], ...] = ()
+
+    @property
+    def new_values(self) -> dict[str, Value]:
+        """The values that the forward writes into buffers, by their names."""
+        outputs: tuple[Any, ...] = self.graph.output_node().args[0]  # type: ignore[assignment]
+        return {name: resolve(node) for name, node in zip(self.mutated, outputs[1:], strict=False)}
 
     @property
     def module(self) -> fx.GraphModule:
