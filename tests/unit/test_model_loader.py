@@ -44,19 +44,48 @@ def test_callable_of_a_file_receives_settings_and_batch_size(file: Path) -> None
 
 def test_an_unseeded_file_gives_every_process_the_same_model_and_batch(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    path = tmp_path / "unseeded_model.py"
-    path.write_text(
+    text = (
         "import random, torch, numpy\nscale = numpy.random.rand()\ndef build():\n"
         "    return torch.nn.Linear(3, 1), scale * random.random() * torch.randn(2, 3)\n"
     )
     found = []
-    for seed in (1, 2):
+    for seed in (1, 2):  # another file, because one that has not changed runs once
+        path = tmp_path / f"unseeded_{seed}.py"
+        path.write_text(text)
         torch.manual_seed(seed)
-        sys.modules.pop(path.stem, None)
         loaded = load_model(f"{path}:build", {})
         found.append([*loaded.model.parameters(), loaded.batch])
         assert torch.initial_seed() == seed  # the process's own random numbers go on
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+OPERATOR = """
+import torch
+
+@torch.library.custom_op("loaded_model::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * {factor}
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return torch.ops.loaded_model.scaled(x)
+
+def build(width=3):
+    return Scaled(width, width), torch.ones(2, width)
+"""
+
+
+def test_a_file_runs_again_only_where_it_has_changed(file: Path) -> None:
+    """A second definition of an operator frees the first one, and the graphs that call it call free memory."""
+    file.write_text(OPERATOR.format(factor=2))
+    loaded = load_model(f"{file}:build", {})
+    operator = torch.ops.loaded_model.scaled.default
+    load_model(f"{file}:build", {"width": 5})
+    assert torch.ops.loaded_model.scaled.default is operator
+    assert loaded.model(loaded.batch).sum() == 12
+    file.write_text(OPERATOR.format(factor=30))
+    again = load_model(f"{file}:build", {})
+    assert again.model(again.batch).sum() == 180
 
 
 def test_model_on_the_meta_device_allocates_nothing(file: Path) -> None:

@@ -95,18 +95,17 @@ def load_model(
 def _load_from_file(
     spec: str, path: Path, name: str, settings: dict[str, Any], *, batch_size: int | None, device: str
 ) -> LoadedModel:
-    with _seeded():
-        module = _import_file(path)
-        build = getattr(module, name, None)
-        if not callable(build):
-            names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-            raise UsageError(f"--model {spec}: {path} has no callable {name!r}{_suggestion(name, names)}")
-        arguments = _arguments(spec, build, settings, batch_size)
-        with _device(device):
-            try:
-                result = build(**arguments)
-            except Exception as error:
-                raise UsageError(f"--model {spec}: {name}() raised {_brief(error, path)}") from error
+    module = _import_file(path)
+    build = getattr(module, name, None)
+    if not callable(build):
+        names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise UsageError(f"--model {spec}: {path} has no callable {name!r}{_suggestion(name, names)}")
+    arguments = _arguments(spec, build, settings, batch_size)
+    with _seeded(), _device(device):
+        try:
+            result = build(**arguments)
+        except Exception as error:
+            raise UsageError(f"--model {spec}: {name}() raised {_brief(error, path)}") from error
     return _as_loaded(spec, name, result)
 
 
@@ -131,18 +130,35 @@ def _seeded(seed: int = 0) -> Iterator[None]:
                 numpy.set_state(numpys)
 
 
+_imported: dict[tuple[Path, int, int], ModuleType] = {}
+"""Modules of files, by path, time of the last change and bytes."""
+
+
 def _import_file(path: Path) -> ModuleType:
-    """Run ``path`` as Python runs a script: with its folder first on the path, so that it finds its neighbours."""
+    """Run ``path`` as Python runs a script: with its folder first on the path, so that it finds its neighbours.
+
+    A file runs once until it changes: one that defines an operator (``torch.library.custom_op``) would take it from
+    under the models that it has made, whose graphs then call memory that is free.
+    """
     path = path.expanduser()
     if not path.is_file():
         raise UsageError(f"--model: there is no file {str(path)!r} (looked in {Path.cwd()})")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    state = path.stat()
+    key = path.resolve(), state.st_mtime_ns, state.st_size
+    if key not in _imported:
+        with _seeded():
+            _imported[key] = _run_file(path)
+    return _imported[key]
+
+
+def _run_file(path: Path) -> ModuleType:
     specification = importlib.util.spec_from_file_location(path.stem, path)
     if specification is None or specification.loader is None:
         raise UsageError(f"--model: {str(path)!r} is not a Python file")
     module = importlib.util.module_from_spec(specification)
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
     sys.modules.setdefault(path.stem, module)  # a dataclass of the file looks for its module there
     try:
         specification.loader.exec_module(module)
