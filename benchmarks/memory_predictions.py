@@ -236,6 +236,9 @@ def counted(case: Case) -> int:
         update()
         parallel.zero_grad()
 
+    if options.get("precision") == "fp16":
+        parallel.loss_scaler.scale = 1.0  # no step overflows, and the optimizer has its states
+
     with LiveBytes(others) as live, hosted_left_out(live):
         return peak_of(step, live)
 

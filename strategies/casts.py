@@ -19,9 +19,10 @@ from whale.graph.nodes import node_copy
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, LocalProgram, Source
 from whale.strategies.traced_call import makes_alias
 
-__all__ = ["cast_once", "cast_to", "casts_parameters", "read_as"]
+__all__ = ["CAST", "cast_once", "cast_to", "casts_parameters", "read_as"]
 
-_CAST = torch.ops.aten._to_copy.default
+CAST = torch.ops.aten._to_copy.default
+"""The operator by which a tensor is cast."""
 
 
 def cast_once(programs: Sequence[LocalProgram], divided: Collection[str] = ()) -> list[LocalProgram]:
@@ -168,7 +169,7 @@ class _Casting:
 
 def cast_to(node: fx.Node) -> torch.dtype | None:
     """The dtype to which a node casts its operand, if it does nothing else."""
-    if node.target is not _CAST or "dtype" not in node.kwargs or not node.kwargs.keys() <= {"dtype", "device"}:
+    if node.target is not CAST or "dtype" not in node.kwargs or not node.kwargs.keys() <= {"dtype", "device"}:
         return None
     dtype = node.kwargs["dtype"]
     assert isinstance(dtype, torch.dtype)

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from whale.errors import UsageError
 from whale.graph.nodes import node_copy
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, LocalProgram, Source
 from whale.runtime.owned import Unit
-from whale.strategies.casts import cast_to
+from whale.strategies.casts import CAST, cast_to
 from whale.strategies.traced_call import makes_alias
 
 __all__ = ["gathered"]
@@ -214,16 +213,17 @@ class _Writing:
         return name
 
     def _parameter(self, name: str, *, cast: bool = False) -> fx.Node:
-        index, _ = self.gathering.places[name]
-        if not cast and self.gathering.dtype_of(name) != self.gathering.units[index].dtype:
-            dtype = self.gathering.dtype_of(name)
-            raise UsageError(f"{name} is gathered in {dtype}, but an operator reads it as it is; leave zero out")
+        """A parameter as it is gathered, if *cast*; else in its own dtype, for a rank that takes its part of it before
+        it is cast."""
+        index, number = self.gathering.places[name]
         if name not in self.parameters:
-            index, number = self.gathering.places[name]
             if index not in self.wholes:
                 self.wholes[index] = self._gather(index)
             self.parameters[name] = self.graph.call_function(operator.getitem, (self.wholes[index], number))
-        return self.parameters[name]
+        own = self.gathering.units[index].dtype
+        if cast or self.gathering.dtype_of(name) == own:
+            return self.parameters[name]
+        return self.graph.call_function(CAST, (self.parameters[name],), {"dtype": own})
 
     def _gather(self, index: int) -> fx.Node:
         if self.gathering.units[index].spec.gathers != "task":

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import whale
 from benchmarks.live_bytes import LiveBytes, hosted_left_out, living, peak_of
@@ -59,6 +59,21 @@ class Dropping(Decoder):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Normed(Decoder):
+    """A decoder that normalizes products: in low precision with parameters in float32."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=0, width=64)
+        self.mixes = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.norms = nn.ModuleList(nn.GroupNorm(4, 64) if n % 2 else nn.LayerNorm(64) for n in range(6))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens).flatten(0, 1)
+        for mix, norm in zip(self.mixes, self.norms, strict=True):
+            x = norm(mix(x))
+        return F.cross_entropy(self.head(x), labels.flatten())
+
+
 def dropping() -> Decoder:
     torch.manual_seed(0)
     return Dropping(layers=3, heads=4, width=64).double()
@@ -70,7 +85,7 @@ def positioned() -> Decoder:
 
 
 def build(options: dict[str, Any]) -> Any:
-    builders = {"table": positioned, "dropout": dropping}
+    builders = {"table": positioned, "dropout": dropping, "norms": Normed}
     model = builders[options.pop("has")]() if "has" in options else decoder(layers=2, heads=4, width=64)
     return model.float() if "precision" in options else model
 
@@ -102,6 +117,7 @@ def plan_of(axis: str, shares: list[int]) -> dict[str, Any]:
 
 CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
     "data parallel": ({"": replicate()}, {}, "adamw"),
+    "norms of products in low precision": ({"": replicate()}, {"precision": "bf16", "has": "norms"}, "adamw"),
     "tensor parallel": ({"": split()}, {"micro_batches": 2}, "adamw"),
     "a table that is kept over the update": (
         STAGES,

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import whale
+from tests.distributed.parity import cluster_of
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, Two, refusal
 from tests.small_models import decoder, tokens
@@ -408,7 +409,9 @@ def step_in_stretches(world: World, options: dict[str, Any]) -> tuple[float, dic
     """The loss and all gradients of a step in bfloat16, and the dtypes in which matrices and norms are gathered."""
     torch.manual_seed(0)
     model = decoder(layers=2, heads=2, width=16).float()
-    whale.annotate(model, {"": whale.replicate()})
+    options = {"strategy": whale.replicate(), "speeds": (), **options}
+    whale.annotate(model, {"": options.pop("strategy")})
+    options["cluster"] = cluster_of(options.pop("speeds"))
     made: Any = whale.parallelize(model, tokens(), device="cpu", precision="bf16", timeout_seconds=30, **options)
     loss = made.train_step(**tokens()).item()
     units = (made._whale.engine.tensors.units or {}).values()
@@ -428,3 +431,15 @@ def test_stretches_are_gathered_in_the_dtype_in_which_they_are_read(ranks: Two, 
                 assert found == loss
                 torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
                 assert read == ["torch.bfloat16", "torch.float32"]
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=str)
+def test_parts_of_parameters_are_taken_of_those_that_are_gathered_in_low_precision(
+    ranks: Two, options: dict[str, Any]
+) -> None:
+    options = {**options, "strategy": whale.split(), "speeds": (3.0, 1.0)}
+    (loss, expected, _), _ = ranks.run(step_in_stretches, options)
+    for zero in (1, 3):
+        for found, gradients, _ in ranks.run(step_in_stretches, {**options, "zero": zero}):
+            assert found == loss
+            torch.testing.assert_close(gradients, expected, rtol=0, atol=0)

@@ -59,6 +59,8 @@ a driver."""
 _POSITION = RNGPosition(0)
 """Position of all dry runs: programs are recognised as equal only if they share it."""
 
+aten = torch.ops.aten
+
 _SMALL_BYTES = 1024
 """Bytes of the loss, its sum over ranks, and the numbers for comparing batches: a few numbers of 8 bytes."""
 
@@ -797,12 +799,31 @@ class _Living(WithoutData):
         return _memory_of(tensor)._cdata == self._newest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {})) if self._fake else self.run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        result = _of_kernel(func, args, func(*args, **kwargs)) if self._fake else self.run(func, args, kwargs)
         if func is not torch.ops.prim.device.default:
             for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     (self.leave_out if self._elsewhere else self.add)(leaf)
         return result
+
+
+_NORMS = {
+    aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+}  # fmt: skip
+
+
+def _of_kernel(func: Any, args: Sequence[Any], result: Any) -> Any:
+    """The results of an operator as a processor's kernels return them. Beside parameters in float32 statistics of norms
+    have float32, but fake ones the dtype of the input; and fake gradients of grouped ones have float32."""
+    if func is aten.native_group_norm_backward.default and result[0] is not None:
+        return result[0].to(args[1].dtype), *result[1:]
+    if func not in _NORMS or not any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in args):
+        return result
+    normed, mean, deviation, *more = result
+    return normed, mean.float(), deviation.float(), *more
 
 
 def _memory_of(tensor: Tensor) -> Any:
