@@ -33,12 +33,18 @@ class Ends(nn.Module):
 
 
 LABELS = torch.arange(8) % 5
+ENDS = torch.tensor([3, 8], dtype=torch.int32)
 GAMMA = torch.distributions.Gamma
 REFUSED: dict[str, tuple[int, Callable[[Tensor], Tensor], str]] = {
     "targets of ctc_loss that are joined": (
         60,
         lambda h: F.ctc_loss(paths(h.view(8, 12, 5)), words(LABELS).flatten(), (12,) * 8, (3,) * 8),
         "give log-probabilities of shape (time, rows, classes), and targets of shape (rows, longest), padded",
+    ),
+    "a grouped product whose shapes torch has for bfloat16 alone": (
+        4, lambda h: F.grouped_mm(h, torch.ones(2, 4, 4), offs=ENDS),
+        "here, give bfloat16, for which alone torch knows its shapes without data, or use "
+        "torch.ops.transformers.grouped_mm_fallback",
     ),
     "one_hot without a number of classes": (5, lambda h: h * F.one_hot(LABELS), "give num_classes"),
     "a gamma of parameters": (4, lambda h: GAMMA(h.exp(), torch.ones(4)).rsample(), "is written to through detach()"),
