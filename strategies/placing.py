@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -250,7 +250,10 @@ def _check_experts(analysis: Analysis, experts: Mapping[fx.Node, Experts], size:
     """Refuse whole experts where there are fewer than devices, or none that could be found."""
     asked = [node for node, way in experts.items() if way == "whole"]
     for node in asked:
-        if node.target is grouped_product and (count := value_shape(resolve(node.args[1]))[0]) < size:
+        if node.target is not grouped_product:
+            continue
+        stack: Any = node.args[1]
+        if (count := value_shape(resolve(stack))[0]) < size:
             raise InfeasibleError(
                 f"split(experts='whole') over {size} devices: {module_of(node) or 'the model'}{where(node)} has "
                 f"{counted(count, 'expert')}, and each of them needs one; split it over fewer devices, or cut every "

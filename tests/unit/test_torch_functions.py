@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,26 @@ def test_what_a_graph_cannot_have_is_refused(name: str) -> None:
     with pytest.raises(CaptureError) as caught:
         whale.parallelize(Ends(width, function), torch.ones(8, 3), device="cpu")
     assert message in str(caught.value) and __file__ in str(caught.value)
+
+
+def test_bags_divide_gradients_by_frequencies_as_torch_does() -> None:
+    """Frequencies of torch's bags on a processor are those of other rows, unlike an embedding's."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.bags = nn.EmbeddingBag(9, 4, mode="sum", scale_grad_by_freq=True)
+
+        def forward(self, indices: Tensor) -> Tensor:
+            return self.bags(indices).square().mean()
+
+    local, indices = Bags(), torch.tensor([[0, 3, 3], [7, 8, 0], [5, 0, 1], [8, 8, 6]])
+    parallel = whale.parallelize(copy.deepcopy(local), indices, device="cpu")
+    parallel.train_step(indices)
+    local(indices).backward()
+    assert local.bags.weight.grad is not None
+    torch.testing.assert_close(parallel.full_gradients()["bags.weight"], local.bags.weight.grad)
 
 
 def test_numbers_that_torch_draws_one_after_the_other_are_refused_in_micro_batches() -> None:
