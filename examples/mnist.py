@@ -19,6 +19,7 @@ import copy
 import gzip
 import math
 import struct
+import zlib
 from pathlib import Path
 
 import torch
@@ -52,7 +53,10 @@ def read_idx(folder, name, dims):
     if not found:
         raise SystemExit(f"{folder} has neither {name} nor {name}.gz")
     data = found[0].read_bytes()
-    data = gzip.decompress(data) if found[0].suffix == ".gz" else data
+    try:
+        data = gzip.decompress(data) if found[0].suffix == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise SystemExit(f"{found[0]} is damaged, or no gzip file: {error}") from error
     magic, start = 0x800 + dims, 4 + 4 * dims  # 8: unsigned bytes
     if len(data) < start or struct.unpack(">i", data[:4])[0] != magic:
         raise SystemExit(f"{found[0]} is no IDX file of bytes with {dims} dims: it begins with {data[:4].hex()}")

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -22,7 +22,9 @@ from whale.graph.partition import Partition, TaskGraph, is_random
 from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolve, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.ir.strategy import Along, Experts, RegionRole, divides_batch, experts_of, shards_operators
+from whale.ir.units import counted
 from whale.ir.virtual_device import VirtualDevice
+from whale.runtime.experts import grouped_product
 from whale.strategies.analysis import Analysis, Choice
 from whale.strategies.bridge_prices import Prices
 from whale.strategies.cutting import cut_along
@@ -247,6 +249,16 @@ def _way_of_experts(analysis: Analysis, node: fx.Node, roles: Sequence[RegionRol
 def _check_experts(analysis: Analysis, experts: Mapping[fx.Node, Experts], size: int) -> None:
     """Refuse whole experts where there are fewer than devices, or none that could be found."""
     asked = [node for node, way in experts.items() if way == "whole"]
+    for node in asked:
+        if node.target is not grouped_product:
+            continue
+        stack: Any = node.args[1]
+        if (count := value_shape(resolve(stack))[0]) < size:
+            raise InfeasibleError(
+                f"split(experts='whole') over {size} devices: {module_of(node) or 'the model'}{where(node)} has "
+                f"{counted(count, 'expert')}, and each of them needs one; split it over fewer devices, or cut every "
+                "expert with experts='cut'"
+            )
     if asked and not any(c.form == ROUTED for choices in analysis.choices.values() for c in choices):
         raise InfeasibleError(
             f"split(experts='whole'): nothing in {module_of(asked[0]) or 'the model'}{where(asked[0])} is found that "
@@ -254,12 +266,6 @@ def _check_experts(analysis: Analysis, experts: Mapping[fx.Node, Experts], size:
             "experts='whole' out, or let the model compute its experts so: "
             "set_experts_implementation('grouped_mm') of models of Hugging Face"
         )
-    for node, factor in [(n, c.factor) for n in asked for c in analysis.choices[n] if c.form == ROUTED]:
-        if (count := analysis.factors.size(factor)) < size:
-            raise InfeasibleError(
-                f"split(experts='whole') over {size} devices: {module_of(node) or 'the model'}{where(node)} has "
-                f"{count} experts; split it over {count} or fewer, or cut every expert with experts='cut'"
-            )
 
 
 def _is_attention(node: fx.Node) -> bool:

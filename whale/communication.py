@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from whale.arguments import check_choice, check_number, check_type, known_arguments
 from whale.errors import UsageError
@@ -279,6 +280,10 @@ def all_to_all(pieces: Sequence[Tensor], group: Group = None) -> list[Tensor]:
     members = _members(group)
     if len(pieces) != members.size:
         raise UsageError(f"all_to_all has {len(pieces)} pieces for {members.size} ranks: give one for each")
+    return _to_all(members, "all_to_all", pieces)
+
+
+def _to_all(members: _Members, call: str, pieces: Sequence[Tensor]) -> list[Tensor]:
     for number, piece in enumerate(pieces):
         check_type(f"pieces[{number}]", piece, Tensor, "a tensor")
         if not piece.dim() or (piece.shape[1:], piece.dtype) != (pieces[0].shape[1:], pieces[0].dtype):
@@ -287,7 +292,7 @@ def all_to_all(pieces: Sequence[Tensor], group: Group = None) -> list[Tensor]:
                 f"{_shown(pieces[0].dtype, pieces[0].shape)}: they may differ in the first of their dims alone"
             )
     sent, whole = [len(piece) for piece in pieces], torch.cat(list(pieces))
-    rows = members.agree("all_to_all", whole, free=0, extra=sent)
+    rows = members.agree(call, whole, free=0, extra=sent)
     received = [row.extra[members.index] for row in rows]
 
     def exchange(x: Tensor, outgoing: Sequence[int], incoming: Sequence[int], what: str) -> Tensor:
@@ -302,7 +307,7 @@ def all_to_all(pieces: Sequence[Tensor], group: Group = None) -> list[Tensor]:
         members.agree("the gradient of all_to_all", gradient, free=0)
         return exchange(gradient, received, sent, "the gradient of all_to_all")
 
-    found = members.apply(lambda x: exchange(x, sent, received, "all_to_all"), back, whole)
+    found = members.apply(lambda x: exchange(x, sent, received, call), back, whole)
     return list(found.split(received))
 
 
@@ -357,7 +362,7 @@ def all_to_all_object(values: Sequence[Any], group: Group = None) -> list[Any]:
     members = _members(group)
     if len(values) != members.size:
         raise UsageError(f"all_to_all_object has {len(values)} objects for {members.size} ranks: give one for each")
-    found = all_to_all([members.bytes_of(pickle.dumps(value)) for value in values], group)
+    found = _to_all(members, "all_to_all_object", [members.bytes_of(pickle.dumps(value)) for value in values])
     return [pickle.loads(piece.cpu().numpy().tobytes()) for piece in found]  # noqa: S301  # from a rank of this job
 
 
@@ -377,7 +382,7 @@ def broadcast_parameters(
         root: rank whose values they take.
 
     Raises:
-        UsageError: a parallel model of which ranks have parts.
+        UsageError: a parallel model of which ranks have parts, or tensors without names.
         PlanMismatchError: names, shapes or dtypes of ranks differ, on all of them; names the ranks.
         WorkerError: a rank did not come within the timeout; names it.
     """
@@ -388,8 +393,16 @@ def broadcast_parameters(
         )
     if isinstance(parameters, nn.Module):
         named = {**dict(parameters.named_parameters()), **dict(parameters.named_buffers())}
-    else:
+    elif isinstance(parameters, Mapping):
         named = dict(parameters)
+    else:
+        given: list[Any] = list(parameters)
+        if any(isinstance(one, Tensor) for one in given):
+            raise UsageError(
+                "tensors without names do not show whether ranks have the same ones: give names too: model, "
+                "model.state_dict() or model.named_parameters()"
+            )
+        named = dict(given)
     for name, value in named.items():
         if type(value) not in (Tensor, nn.Parameter):
             raise UsageError(f"{name} is a {type(value).__name__}; broadcast_parameters takes plain, whole tensors")
@@ -415,30 +428,31 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
     check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer")
     _members(None).check_root(root)
     state = optimizer.state_dict()
-    leaves, layout = torch.utils._pytree.tree_flatten(state)
+    leaves = pytree.tree_leaves(state)
     if any(type(leaf) not in (Tensor, nn.Parameter) for leaf in leaves if isinstance(leaf, Tensor)):
         raise UsageError(
             "this optimizer has states of parts of parameters, which are on the ranks that own them: load them with "
             "whale.load_checkpoint"
         )
-    tensors = {str(number): leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    blanks = [_Blank(leaf.shape, leaf.dtype, leaf.device.type) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     is_root = rank() == root
-    blanks, layout = broadcast_object((blanks, layout) if is_root else None, root)
+    blanks = pytree.tree_map_only(Tensor, lambda x: _Blank(x.shape, x.dtype, x.device.type), state)
+    blanks = broadcast_object(blanks if is_root else None, root)
     if not is_root:
         place = current().device
-        tensors = {
-            str(number): torch.empty(blank.shape, dtype=blank.dtype, device="cpu" if blank.kind == "cpu" else place)
-            for number, blank in enumerate(blanks)
-            if isinstance(blank, _Blank)
-        }
-    _take_from(tensors, root, "the states of the optimizer")
+        state = pytree.tree_map_only(
+            _Blank,
+            lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu" if x.kind == "cpu" else place),
+            blanks,
+        )
+    tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+    named = {str(number): leaf for number, leaf in enumerate(tensors)}
+    _take_from(named, root, "the states of the optimizer")
     if not is_root:
-        taken = [tensors.get(str(number), blank) for number, blank in enumerate(blanks)]
-        optimizer.load_state_dict(torch.utils._pytree.tree_unflatten(taken, layout))
+        optimizer.load_state_dict(state)
 
 
-class _Blank(NamedTuple):
+@dataclass(frozen=True)
+class _Blank:
     """A tensor without its values."""
 
     shape: torch.Size
@@ -461,6 +475,7 @@ _CALLS = (
     "all_to_all",
     "all_gather_object",
     "broadcast_object",
+    "all_to_all_object",
     "the gradient of all_gather",
     "the gradient of broadcast",
     "the gradient of all_to_all",

@@ -127,10 +127,11 @@ def read_parts(
         at: indices in front of the dims of a sample, such as its place in the file.
         halo: elements to read beyond each end of a dim that is cut, as far as the sample goes. A step needs none; they
             are for what a reader does itself, such as smoothing, and it cuts them off. The part itself begins
-            ``min(halo, first)`` elements after what was read.
+            ``min(halo, first)`` elements after what was read. An empty part has none.
 
     Raises:
-        UsageError: the array has fewer dims or elements than the parts, or a dim with a halo has several ranges.
+        UsageError: the array has fewer dims or elements than the parts, a dim with a halo has several ranges, or the
+            parts are of another form, such as those of all leaves.
 
     >>> import numpy as np
     >>> volumes = np.arange(48).reshape(2, 4, 6)
@@ -139,6 +140,14 @@ def read_parts(
     >>> read_parts(volumes, (((1, 2),),), at=(0,), halo=1).shape
     (3, 6)
     """
+    if not hasattr(array, "shape"):
+        raise UsageError(f"a {type(array).__name__} has no shape: give an array, such as file[name] of h5py or zarr")
+    check_count("halo", halo, least=0)
+    if not isinstance(at, Sequence):
+        raise UsageError(f"at={at!r}: give a tuple of indices, such as at=({at!r},)")
+    if isinstance(parts, Mapping):
+        leaf = next(iter(parts), "name")
+        raise UsageError(f"the parts are of all leaves: give those of one leaf, such as parts.get({leaf!r}, ())")
     shape = tuple(array.shape)
     sizes = shape[len(at) :]
     if len(parts) > len(sizes):
@@ -149,14 +158,30 @@ def read_parts(
     dims: list[list[slice]] = []
     for dim, size in enumerate(sizes):
         ranges = tuple(parts[dim]) if dim < len(parts) else ((0, size),)
-        if any(not 0 <= first <= stop <= size for first, stop in ranges):
-            raise UsageError(
-                f"dim {dim} of the sample has {size} elements in the file, but the parts go to "
-                f"{max(stop for _, stop in ranges)}: samples have the sizes of the example batch"
-            )
+        for one in ranges:
+            if not isinstance(one, Sequence) or len(one) != 2:
+                raise UsageError(
+                    f"dim {dim} has {one!r} for a range: the parts are of dims, each of ranges, each of two numbers, "
+                    "such as (((0, 2),), ((0, 6),))"
+                )
+            if not 0 <= one[0] <= one[1]:
+                raise UsageError(
+                    f"the range {tuple(one)} of dim {dim} of the sample is none: write (first, stop), with "
+                    "0 <= first <= stop"
+                )
+            if one[1] > size:
+                raise UsageError(
+                    f"dim {dim} of the sample has {size} elements in the file, but the parts go to {one[1]}: samples "
+                    "have the sizes of the example batch"
+                )
         if halo and len(ranges) > 1:
             raise UsageError(f"dim {dim} of the sample is read in {len(ranges)} ranges, which have no halo; use halo=0")
-        dims.append([slice(max(0, first - halo), min(size, stop + halo)) for first, stop in ranges or ((0, 0),)])
+        dims.append(
+            [
+                slice(max(0, first - halo), min(size, stop + halo)) if first < stop else slice(first, first)
+                for first, stop in ranges or ((0, 0),)
+            ]
+        )
 
     def read(dim: int, chosen: tuple[slice, ...]) -> np.ndarray[Any, Any]:
         if dim == len(dims):

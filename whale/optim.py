@@ -38,8 +38,8 @@ class FusedAdamW(AdamW):
         differentiable: refused.
 
     Raises:
-        UsageError: *differentiable*; or, in a step, there is no compiler, gradients are sparse, or a parameter has gaps
-            in memory.
+        UsageError: *differentiable*, or *foreach* and *fused* together; or, in a step, there is no compiler, gradients
+            are sparse, or a parameter has gaps in memory.
 
     A ``torch.amp.GradScaler`` passes its factor to the step, which divides gradients in the same pass.
     """
@@ -63,6 +63,10 @@ class FusedAdamW(AdamW):
         if differentiable:
             raise UsageError(
                 "FusedAdamW updates in place, and has no gradient: use torch.optim.AdamW(differentiable=True)"
+            )
+        if foreach and fused:
+            raise UsageError(
+                "foreach=True and fused=True choose two implementations of torch's: leave one out, or both"
             )
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable)
         self.defaults["masters"] = masters

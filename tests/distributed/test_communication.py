@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -134,6 +135,7 @@ def mismatches(world: World) -> list[str]:
         lambda: whale.broadcast(torch.ones(2), root=int(odd)),
         lambda: whale.all_to_all([torch.ones(1, 2 if odd else 3)] * world.size),
         lambda: whale.broadcast_object("x") if odd else whale.all_gather_object("x"),
+        lambda: whale.broadcast_object("x") if odd else whale.all_to_all_object([1, 2, 3]),
     ]
     told = [refusal(call) for call in calls]
     whale.all_reduce(torch.ones(1))  # the ranks go on
@@ -152,6 +154,7 @@ def test_ranks_whose_calls_differ_are_named_on_all_ranks(worlds: Worlds) -> None
         "rank 1 calls broadcast with root=1, but rank 0 with root=0",
         "rank 1 gives all_to_all of float32 (3, 2), but rank 0 all_to_all of float32 (3, 3)",
         "rank 1 gives broadcast_object of uint8",
+        "but rank 0 all_to_all_object of uint8",
     ]
     for message, part in zip(told[0], parts, strict=True):
         assert part in message
@@ -167,6 +170,8 @@ def wrong_arguments(world: World) -> dict[str, str]:
         "root": lambda: whale.broadcast(torch.ones(2), root=3),
         "pieces": lambda: whale.all_to_all([torch.ones(2)]),
         "unlike": lambda: whale.all_to_all([torch.ones(2), torch.ones(2, 2), torch.ones(2)]),
+        "parameters": lambda: whale.broadcast_parameters(nn.Linear(2, 2).parameters()),  # type: ignore[arg-type]
+        "parameter": lambda: whale.broadcast_parameters(nn.Parameter(torch.ones(2))),
         "group": lambda: whale.all_reduce(torch.ones(2), group="tp"),  # type: ignore[arg-type]
     }
     return {name: refusal(call) for name, call in calls.items()}
@@ -181,6 +186,8 @@ def test_wrong_arguments_are_refused_with_what_to_write(worlds: Worlds) -> None:
     assert "root=3 is none of the ranks [0, 1, 2]" in told["root"]
     assert "1 pieces for 3 ranks" in told["pieces"]
     assert "pieces[1] is float32 (2, 2)" in told["unlike"]
+    assert "give names too: model, model.state_dict() or model.named_parameters()" in told["parameters"]
+    assert told["parameter"] == told["parameters"]
     assert "a mesh axis, a process group, or a DeviceMesh" in told["group"]
 
 
@@ -257,7 +264,9 @@ def starts(world: World) -> tuple[list[float], str, str]:
         model(torch.randn(8, 3)).square().sum().backward()
         optimizer.step()
     whale.broadcast_parameters(model, root=1)
-    whale.broadcast_optimizer_state(optimizer, root=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        whale.broadcast_optimizer_state(optimizer, root=1)
     states = [float(x.double().sum()) for state in optimizer.state.values() for x in state.values()]
     found = [float(x.double().sum()) for x in model.state_dict().values()]
     whale.broadcast_parameters(model.state_dict())

@@ -160,6 +160,14 @@ def test_other_files_than_those_of_mnist_are_refused(tmp_path: Path) -> None:
     assert "is no IDX file of bytes with 3 dims: it begins with 89504e47" in refused(tmp_path)
 
 
+def test_a_damaged_compressed_file_is_named(tmp_path: Path) -> None:
+    images = write_digits(tmp_path) / "train-images-idx3-ubyte.gz"
+    whole = images.read_bytes()
+    for damaged in (whole[:-20], whole[:-8] + bytes(8), whole[:12] + bytes(9) + whole[21:], gzip.decompress(whole)):
+        images.write_bytes(damaged)
+        assert f"{images} is damaged, or no gzip file: " in refused(tmp_path)
+
+
 @pytest.mark.slow
 def test_curves_of_several_numbers_of_ranks_are_one_and_those_of_mistakes_are_others() -> None:
     text = run(1, "mnist.py", "--curves", "2", "--steps", "4")

@@ -277,11 +277,28 @@ def test_parts_are_read_as_slices_and_no_more() -> None:
         ((((0, 2),), ((0, 1),), ((0, 1),)), 0, "the array has 3 dims, of which at= takes 1, but the parts are of 3"),
         ((((0, 5),),), 0, "dim 0 of the sample has 4 elements in the file, but the parts go to 5"),
         ((((0, 1), (2, 3)),), 1, "read in 2 ranges, which have no halo"),
+        ((((3, 1),),), 0, r"the range \(3, 1\) of dim 0 .* is none: write \(first, stop\), with 0 <= first <= stop"),
+        ((((-1, 1),),), 0, r"the range \(-1, 1\) of dim 0 .* is none"),
+        (((0, 2), (0, 6)), 0, r"dim 0 has 0 for a range: .* such as \(\(\(0, 2\),\), \(\(0, 6\),\)\)"),
+        ({"volume": (((0, 2),),)}, 0, r"give those of one leaf, such as parts.get\('volume', \(\)\)"),
+        ((), -1, "halo=-1: it must be a whole number of at least 0"),
     ],
 )
 def test_parts_that_a_file_does_not_have_are_refused(parts: Any, halo: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_parts(np.zeros((2, 4, 6)), parts, at=(0,), halo=halo)
+
+
+def test_an_empty_part_has_no_halo() -> None:
+    for ranges in ((), ((3, 3),)):
+        assert read_parts(np.zeros((2, 6, 4)), ((), ranges), halo=2).shape[1] == 0
+
+
+def test_the_place_of_a_sample_and_an_array_are_what_they_must_be() -> None:
+    with pytest.raises(UsageError, match=r"at=3: give a tuple of indices, such as at=\(3,\)"):
+        read_parts(np.zeros((4, 2)), at=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a dict has no shape: give an array, such as file\\[name\\] of h5py or zarr"):
+        read_parts({"volume": np.zeros(3)})
 
 
 def test_a_reader_needs_the_number_of_samples() -> None:

@@ -193,7 +193,38 @@ def test_a_fallback_is_for_fewer_devices_and_after_failures(plans: tuple[str, st
     whole, fewer = plans
     assert "give --failures too" in simulated(whole, "--fallback", fewer).stderr
     found = simulated(fewer, "--failures", "mtbf=1y,save=1s", "--fallback", whole)
-    assert found.exit_code == 2 and "is for 64 devices and FILE for 56" in found.stderr
+    assert found.exit_code == 2 and "uses 64 devices and FILE 56" in found.stderr
+
+
+def planned(path: Path, used: int, world_size: int, **changes: float) -> str:
+    """A plan of 960 rows that leaves devices idle; its workload has one rank that stands for all."""
+    workload = json.loads(Path(written(path, 1, 1.0)).read_text()) | changes
+    stages = [{"ranks": [f"0-{used - 1}"], "axes": [{"name": "replicate", "size": used, "role": "replicate"}]}]
+    sizes = {"world_size": world_size, "batch": 960, "micro_batches": workload["micro_batches"], "schedule": "1f1b"}
+    path.write_text(json.dumps({"version": 1, **sizes, "stages": stages, "workload": workload}))
+    return str(path)
+
+
+def test_devices_that_a_plan_leaves_idle_fail_for_nobody(tmp_path: Path) -> None:
+    told = "mtbf=2y,save=20s,repair=4h,node=8"
+    idle = planned(tmp_path / "idle.json", 48, 64)
+    found = simulated(idle, "--failures", told, "--fallback", planned(tmp_path / "fewer.json", 40, 56), "--json")
+    assert found.exit_code == 0, found.stderr
+    expected = outlook(Failures(mtbf=2 * 31557600, saving=20, repair=4 * 3600, node=8), 48, [(1, 1.0)])
+    data = json.loads(found.stdout)["failures"]
+    assert data["elastic"] == pytest.approx(expected.elastic) and data["waiting"] == pytest.approx(expected.waiting)
+    assert "failures: one of 6 nodes" in simulated(idle, "--failures", told).stdout
+    as_many = planned(tmp_path / "as_many.json", 48, 56)
+    assert "uses 48 devices and FILE 48" in simulated(idle, "--failures", told, "--fallback", as_many).stderr
+
+
+def test_a_last_micro_batch_with_fewer_rows_has_fewer_rows_per_second_too(tmp_path: Path) -> None:
+    told = "mtbf=2y,save=20s,repair=4h,node=8"
+    whole = planned(tmp_path / "whole.json", 48, 48, micro_batches=2, last_share=0.5)
+    fewer = planned(tmp_path / "fewer.json", 40, 40, micro_batches=2, last_share=0.5)
+    found = simulated(whole, "--failures", told, "--micro-batches", "4", "--fallback", fewer, "--json")
+    expected = outlook(Failures(mtbf=2 * 31557600, saving=20, repair=4 * 3600, node=8), 48, [(1, 1.0)])
+    assert json.loads(found.stdout)["failures"]["elastic"] == pytest.approx(expected.elastic)
 
 
 def test_a_run_of_a_fixed_length_takes_what_dalys_formula_says() -> None:

@@ -326,6 +326,7 @@ def refusal(what: Callable[[], Any]) -> str:
 def test_what_one_pass_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = parameters(shapes=[(100,)])
     assert "has no gradient" in refusal(lambda: optim.FusedAdamW(own, differentiable=True))
+    assert "leave one out" in refusal(lambda: optim.FusedAdamW(own, foreach=True, fused=True))
     draw_gradients(own)
     assert "is for CUDA graphs" in refusal(optim.FusedAdamW(own, capturable=True).step)
     gaps = nn.Parameter(torch.randn(4, 4)[:, :2])

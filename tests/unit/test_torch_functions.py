@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +34,18 @@ class Ends(nn.Module):
 
 
 LABELS = torch.arange(8) % 5
+ENDS = torch.tensor([3, 8], dtype=torch.int32)
 GAMMA = torch.distributions.Gamma
 REFUSED: dict[str, tuple[int, Callable[[Tensor], Tensor], str]] = {
     "targets of ctc_loss that are joined": (
         60,
         lambda h: F.ctc_loss(paths(h.view(8, 12, 5)), words(LABELS).flatten(), (12,) * 8, (3,) * 8),
         "give log-probabilities of shape (time, rows, classes), and targets of shape (rows, longest), padded",
+    ),
+    "a grouped product whose shapes torch has for bfloat16 alone": (
+        4, lambda h: F.grouped_mm(h, torch.ones(2, 4, 4), offs=ENDS),
+        "here, give bfloat16, for which alone torch knows its shapes without data, or use "
+        "torch.ops.transformers.grouped_mm_fallback",
     ),
     "one_hot without a number of classes": (5, lambda h: h * F.one_hot(LABELS), "give num_classes"),
     "a gamma of parameters": (4, lambda h: GAMMA(h.exp(), torch.ones(4)).rsample(), "is written to through detach()"),
@@ -55,6 +62,26 @@ def test_what_a_graph_cannot_have_is_refused(name: str) -> None:
     with pytest.raises(CaptureError) as caught:
         whale.parallelize(Ends(width, function), torch.ones(8, 3), device="cpu")
     assert message in str(caught.value) and __file__ in str(caught.value)
+
+
+def test_bags_divide_gradients_by_frequencies_as_torch_does() -> None:
+    """Frequencies of torch's bags on a processor are those of other rows, unlike an embedding's."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.bags = nn.EmbeddingBag(9, 4, mode="sum", scale_grad_by_freq=True)
+
+        def forward(self, indices: Tensor) -> Tensor:
+            return self.bags(indices).square().mean()
+
+    local, indices = Bags(), torch.tensor([[0, 3, 3], [7, 8, 0], [5, 0, 1], [8, 8, 6]])
+    parallel = whale.parallelize(copy.deepcopy(local), indices, device="cpu")
+    parallel.train_step(indices)
+    local(indices).backward()
+    assert local.bags.weight.grad is not None
+    torch.testing.assert_close(parallel.full_gradients()["bags.weight"], local.bags.weight.grad)
 
 
 def test_numbers_that_torch_draws_one_after_the_other_are_refused_in_micro_batches() -> None:

@@ -6,6 +6,7 @@ What they leave is ``whale.planner.failures``'s; this file reads the options and
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,7 +19,7 @@ from whale.planner.failures import Failures, Outlook, outlook
 if TYPE_CHECKING:
     from whale.ir.workload import Workload
 
-__all__ = ["GivenFailures", "failures_data", "failures_text", "outlook_of"]
+__all__ = ["GivenFailures", "Step", "failures_data", "failures_text", "outlook_of"]
 
 DURATIONS = {"mtbf": "mtbf", "save": "saving", "restart": "restart", "repair": "repair", "every": "interval"}
 COUNTS = {"node": "node", "spares": "spares"}
@@ -62,38 +63,41 @@ class GivenFailures(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-def outlook_of(
-    failures: Failures,
-    workload: Workload,
-    step_seconds: float,
-    rows: float | None,
-    fallbacks: Iterable[tuple[str, Workload, float | None]],
-) -> Outlook:
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The workload of a step, the devices that compute a stage (failures of others hold nothing up),
+    and the rows, if known."""
+
+    workload: Workload
+    devices: int
+    rows: float | None
+
+
+def outlook_of(failures: Failures, step: Step, step_seconds: float, fallbacks: Iterable[tuple[str, Step]]) -> Outlook:
     """The part of a run that failures leave, whose job may change to plans for fewer devices.
 
     Args:
         failures: of the devices.
-        workload: of the plan for all devices.
+        step: of the plan for all devices.
         step_seconds: of it.
-        rows: of a step, if known; else all plans have as many.
-        fallbacks: names, workloads and rows of the plans for fewer devices.
+        fallbacks: names and steps of the plans for fewer devices; where rows are not known, all have as many.
 
     Raises:
-        UsageError: a fallback is not for fewer nodes.
+        UsageError: a fallback does not use fewer devices.
     """
     from whale.planner.simulation.simulate import simulate_alike
 
     speeds = []
-    for name, other, other_rows in fallbacks:
-        if other.world_size >= workload.world_size:
+    for name, other in fallbacks:
+        if other.devices >= step.devices:
             raise UsageError(
-                f"--fallback {name} is for {other.world_size} devices and FILE for {workload.world_size}: a job "
-                "changes to it when nodes are lost, so it must be for fewer"
+                f"--fallback {name} uses {other.devices} devices and FILE {step.devices}: a job changes to it when "
+                "nodes are lost, so it must use fewer"
             )
-        gone = -(-(workload.world_size - other.world_size) // failures.node)
-        ratio = other_rows / rows if other_rows and rows else 1.0
-        speeds.append((gone, ratio * step_seconds / simulate_alike(other).step_seconds))
-    return outlook(failures, workload.world_size, speeds)
+        gone = -(-(step.devices - other.devices) // failures.node)
+        ratio = other.rows / step.rows if other.rows and step.rows else 1.0
+        speeds.append((gone, ratio * step_seconds / simulate_alike(other.workload).step_seconds))
+    return outlook(failures, step.devices, speeds)
 
 
 def failures_data(found: Outlook) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from whale.cli.failures import GivenFailures, failures_data, failures_text, outlook_of
+from whale.cli.failures import GivenFailures, Step, failures_data, failures_text, outlook_of
 from whale.cli.files import refuse_same, write_whole
 from whale.cli.options import AT_LEAST_1, note, verbosity_options
 from whale.errors import InputFileError, UsageError
@@ -65,19 +66,18 @@ def simulate(
     refuse_same({"-o": output}, {"FILE": file, **{f"--fallback {one}": one for one in fallbacks}})
     if fallbacks and failures is None:
         raise UsageError("--fallback is a plan after a failure: give --failures too, such as mtbf=5y,save=20s")
-    workload, rows = _read(file)
-    own_micro_batches = workload.micro_batches
+    step = _read(file)
     changes = {"schedule": schedule, "micro_batches": micro_batches}
-    workload = workload.model_copy(update={name: value for name, value in changes.items() if value is not None})
+    workload = step.workload.model_copy(update={name: value for name, value in changes.items() if value is not None})
     timeline = simulate_workload(workload)
     if output is not None:
         write_trace(timeline, output)
     outlook = None
     if failures is not None:
-        if rows is not None and micro_batches is not None:
-            rows *= micro_batches / own_micro_batches
-        others = ((str(one), *_read(one)) for one in fallbacks)
-        outlook = outlook_of(failures, workload, timeline.step_seconds, rows, others)
+        full, own_full = (one.micro_batches - 1 + one.last_share for one in (workload, step.workload))
+        rows = step.rows and step.rows * full / own_full
+        others = ((str(one), _read(one)) for one in fallbacks)
+        outlook = outlook_of(failures, replace(step, rows=rows), timeline.step_seconds, others)
     if as_json:
         data = as_data(timeline) if outlook is None else {**as_data(timeline), "failures": failures_data(outlook)}
         click.echo(json.dumps(data, indent=2))
@@ -85,7 +85,7 @@ def simulate(
         width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
         click.echo(as_text(timeline, workload, width))
         if failures is not None and outlook is not None:
-            click.echo(f"\n{failures_text(failures, outlook, workload.world_size, timeline.step_seconds)}")
+            click.echo(f"\n{failures_text(failures, outlook, step.devices, timeline.step_seconds)}")
 
 
 def read_workload(path: Path) -> Workload:
@@ -94,11 +94,11 @@ def read_workload(path: Path) -> Workload:
     Raises:
         InputFileError: neither, a plan without a workload, or a workload that contradicts itself.
     """
-    return _read(path)[0]
+    return _read(path).workload
 
 
-def _read(path: Path) -> tuple[Workload, float | None]:
-    """The workload of a file, and the rows of its step if it says so."""
+def _read(path: Path) -> Step:
+    """The step of a plan or of a workload file."""
     from whale.ir.document import read_document
     from whale.ir.plan import Plan
     from whale.ir.record import read_record
@@ -116,14 +116,16 @@ def _read(path: Path) -> tuple[Workload, float | None]:
             )
         if not plan.prediction_is_current:
             note(f"whale: note: {path} was edited after its workload was computed; the simulation is of the old plan")
-        workload, rows = plan.workload, plan.batch
+        used = len({rank for stage in plan.stages for rank in stage.ranks})
+        step = Step(workload=plan.workload, devices=used, rows=plan.batch)
     else:
-        workload, rows = read_record(Workload, document), None
+        workload = read_record(Workload, document)
+        step = Step(workload=workload, devices=workload.world_size, rows=None)
     try:
-        check_workload(workload)
+        check_workload(step.workload)
     except UsageError as error:
         raise InputFileError(str(error), path=path) from error
-    return workload, rows
+    return step
 
 
 def write_trace(timeline: Timeline, path: Path, option: str = "-o") -> None:

@@ -522,9 +522,11 @@ def _embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
     """Express bags of one size, [rows, k] indices, as looked-up rows and their sum or mean.
 
     Bags that begin where another tensor says stay as they are, and so does their maximum, whose gradient goes to one of
-    equal rows.
+    equal rows, and a gradient divided by frequencies, which torch's bags count otherwise than its look-ups.
     """
     bound = _bound(node)
+    if bound["scale_grad_by_freq"]:
+        return
     offsets, weights = bound["offsets"], bound["per_sample_weights"]
     padding = -1 if bound.get("padding_idx") is None else bound["padding_idx"]
     bags = _of_bags(bound["indices"], offsets)
@@ -536,7 +538,7 @@ def _embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
     if any(user.users for user in node.users if user not in results):  # which say where bags begin
         return
     shape = list(bags.meta["val"].shape)
-    options = (padding, bound["scale_grad_by_freq"], bound["sparse"])
+    options = (padding, False, bound["sparse"])
     with graph.inserting_before(node):
         found = emit(graph, node, aten.embedding.default, bound["weight"], bags, *options)
         if of_weights is not None:

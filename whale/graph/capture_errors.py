@@ -33,6 +33,8 @@ def capture_error(error: Exception, model: nn.Module) -> WhaleError:
         function = _function_of_traceback(error.__traceback__)
         said = f"{DATA_DEPENDENT}; {_INSTEAD[function]}" if function in _INSTEAD else DATA_DEPENDENT
         return located(f"{name} cannot be captured: {f'in {function}, ' if function else ''}{said}", place)
+    if "Expected inputs of BF16 type" in text:
+        return located(f"{name} cannot be captured: in grouped_mm, {first}; {_INSTEAD['grouped_mm']}", place)
     if "is mutated in the forward" in text:
         return located(
             f"{name} cannot be captured: the forward or loss_fn writes to a tensor that is no buffer of the model, as "
@@ -69,6 +71,8 @@ def capture_error(error: Exception, model: nn.Module) -> WhaleError:
 
 
 _INSTEAD = {
+    "grouped_mm": "here, give bfloat16, for which alone torch knows its shapes without data, or use "
+    "torch.ops.transformers.grouped_mm_fallback(x, matrices, ends), which takes any number type",
     "one_hot": "here, give num_classes",
     **dict.fromkeys((f"BatchNorm{dims}d" for dims in (1, 2, 3)), "here, give momentum as a number"),
     "AdaptiveLogSoftmaxWithLoss": "here, use cross_entropy of all classes",

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from whale.runtime.collectives import gather_single
+
 __all__ = ["SparseSum"]
 
 _NO_ROW = -1
@@ -32,7 +34,7 @@ class SparseSum:
         size: number of ranks.
         group: of these ranks.
         dtype: in which rows are sent; None: in their own.
-        transport: has ``all_gather_into_tensor``: ``torch.distributed``, except in a dry run.
+        transport: ``torch.distributed``; in a dry run what has ``gather_single``.
     """
 
     def __init__(
@@ -57,9 +59,8 @@ class SparseSum:
             index[: found.values().shape[0]] = found.indices()[0]
             values[: found.values().shape[0]] = found.values()
         self._received = own.new_empty((size, own.numel()))
-        self.work: dist.Work | None = transport.all_gather_into_tensor(
-            self._received.view(-1), own, group=group, async_op=True
-        )
+        gather = gather_single if self._has_data else transport.gather_single
+        self.work: dist.Work | None = gather(self._received.view(-1), own, group=group, async_op=True)
 
     def result(self) -> Tensor:
         """The sum, coalesced, once its work is done. All ranks add the terms in one order, so it is the same on all."""

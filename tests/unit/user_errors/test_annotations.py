@@ -231,6 +231,25 @@ def test_fewer_key_value_heads_than_ranks_are_legal_with_at_most_one_warning(lau
     assert len([text for text in compilation.warnings if "split" in text]) <= 1
 
 
+@pytest.mark.parametrize("experts", [1, 2])
+def test_fewer_experts_than_ranks_are_counted(launched: Launched, experts: int) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    launched(3)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 1}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=experts))
+    whale.annotate(model, {"model.layers.*.mlp.experts": whale.split(experts="whole")})
+    ids = torch.zeros(3, 4, dtype=torch.long)
+    counted = f"has {experts} expert{'s' if experts > 1 else ''}, and each of them needs one"
+    refused(
+        InfeasibleError,
+        ["split(experts='whole') over 3 devices", "model.layers.0.mlp.experts", counted, "experts='cut'"],
+        model,
+        {"input_ids": ids, "labels": ids},
+    )
+
+
 def test_a_matrix_with_fewer_units_than_ranks_is_named_with_its_shape(launched: Launched) -> None:
     launched(4)
 
