@@ -27,7 +27,7 @@ __all__ = ["shared", "traced_once"]
 
 _traces: dict[Hashable, Traced] = {}
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "_whale_scopes"}
-"""What :func:`_key_of_model` looks at by itself."""
+"""Attributes that :func:`_key_of_model` looks at by itself."""
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, Enum)
 
 
@@ -55,8 +55,9 @@ def _key(x: Any) -> Hashable:
         return type(x), tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad
     if callable(getattr(x, "to_json_string", None)):  # a configuration of transformers
         return type(x), x.to_json_string(use_diff=False), getattr(x, "_attn_implementation", "")
-    if callable(x) and getattr(sys.modules.get(getattr(x, "__module__", "")), getattr(x, "__name__", ""), None) is x:
-        return x.__module__, x.__name__
+    name = getattr(x, "__name__", "")
+    if callable(x) and getattr(sys.modules.get(getattr(x, "__module__", "")), name, None) is x:
+        return getattr(x, "__module__", ""), name
     raise _Unlike(x)
 
 
@@ -80,7 +81,7 @@ def _key_of_model(model: nn.Module) -> Hashable:
 
 
 def traced_once(model: nn.Module, batch: Any, **options: Any) -> Traced:
-    """`whale.compile.trace.trace`, where this process has not traced such a model yet."""
+    """Trace a model as `whale.compile.trace.trace`, where this process has not traced such a one yet."""
     try:
         modes = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.get_default_dtype()
         key = None if _get_current_dispatch_mode_stack() else _key((_Of(model), batch_leaves(batch), options, modes))
