@@ -6,6 +6,7 @@ kind, so thousands of equal devices are priced like one. It knows no seconds and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -87,7 +88,7 @@ class DeviceGroups(LayerCosts):
     memo: Memo = field(default_factory=Memo)
     _groups: dict[int, TensorGroup] = field(default_factory=dict, init=False)
     _known: dict[tuple[tuple[int, ...], int, int, int], TensorGroup] = field(default_factory=dict, init=False)
-    _within: dict[tuple[int, tuple[int, ...], int, int], TensorGroup] = field(default_factory=dict, init=False)
+    _within: dict[tuple[int, tuple[int, ...], bool, int, int], TensorGroup] = field(default_factory=dict, init=False)
     _parts: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict, init=False)
     _shapes: dict[tuple[int, ...], Shape] = field(default_factory=dict, init=False)
     _located: dict[tuple[int, ...], tuple[int, dict[int, int]]] = field(default_factory=dict, init=False)
@@ -115,7 +116,7 @@ class DeviceGroups(LayerCosts):
         node = places[own[0]][0]
         if all(places[rank][0] == node for rank in own):  # where they lie there is all that matters
             here = tuple(places[rank][1] for rank in own)
-            key = (self._kinds_of_nodes[node], here, expert, context)
+            key = (self._kinds_of_nodes[node], here, num_alike == 1, expert, context)
             if key not in self._within:
                 self._within[key] = self._group(own, num_alike, expert, context)
             return self._within[key]
@@ -127,7 +128,9 @@ class DeviceGroups(LayerCosts):
         types = {self.cluster.devices[rank].type.name: self.cluster.devices[rank].type for rank in own}
         ordered = tuple(types[name] for name in sorted(types))
         known = self.memo.kinds_of_groups
-        kind = known.setdefault((shape, sharing, ordered, expert, context), len(known))
+        mix = Counter(self.cluster.devices[rank].type.name for rank in own) if len(types) > 1 else {}
+        shared = (num_alike == 1, *sorted(mix.items())) if mix else ()  # by which its devices have parts by speed
+        kind = known.setdefault((shape, sharing, ordered, expert, context, shared), len(known))
         if kind not in self._groups:
             self._groups[kind] = TensorGroup(
                 kind=kind,

@@ -126,7 +126,7 @@ class LayerCosts:
         return found.averaged(micro_batches) if micro_batches > 1 and found.accumulation else found
 
     def seconds_of_part(
-        self, kind: int, type_: DeviceType, fraction: float, expert: int, rows: int, micro_batches: int,
+        self, kind: int, type_: DeviceType, fraction: float, expert: int, rows: float, micro_batches: int,
         context: int = 1, part: float = 1.0,
     ) -> LayerSeconds:  # fmt: skip
         """Return the seconds of any *fraction* of a layer: between the tensor degrees that the profile knows they are

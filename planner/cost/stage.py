@@ -154,10 +154,12 @@ class CostModel(DeviceGroups):
             )
         return found
 
-    def _parts_of_rows(self, group: TensorGroup, spent: Sequence[LayerSeconds]) -> list[float]:
-        """How many times an equal part of each row a device of each type of a group has, which *spent* seconds on that:
-        parts are by speed where devices cut rows."""
-        if not self.runs or group.context == 1 or len(group.types) == 1:
+    def _parts_by_speed(self, group: TensorGroup, spent: Sequence[LayerSeconds]) -> list[float]:
+        """How many times an equal part of each row, or of a layer, a device of each type of a group has, which *spent*
+        seconds on that: parts are by speed where devices cut rows, and those of layers in the only replica of a stage,
+        as all replicas have the same ones."""
+        alone = group.tensor > 1 and group.num_alike == 1
+        if not self.runs or len(group.types) == 1 or not (group.context > 1 or alone):
             return [1.0] * len(group.types)
         seconds = {
             type_.name: max(one.forward + one.backward, 1e-12) for type_, one in zip(group.types, spent, strict=True)
@@ -182,10 +184,16 @@ class CostModel(DeviceGroups):
             self.seconds(kind, type_, degrees, rows if type_ in most else fewer, micro_batches, shards)
             for type_ in group.types
         ]
-        parts = self._parts_of_rows(group, spent)
-        spent = [with_part(one, part) for one, part in zip(spent, parts, strict=True)]
-        slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
         largest = next(one for one, type_ in zip(spent, group.types, strict=True) if type_ in most)
+        parts = self._parts_by_speed(group, spent)
+        of_rows = of_layer = [1.0] * len(parts)
+        if group.context > 1:
+            of_rows = parts
+            spent = [with_part(one, part) for one, part in zip(spent, parts, strict=True)]
+        elif max(parts) > 1:
+            of_layer, shares = parts, zip(group.types, (part / group.tensor for part in parts), strict=True)
+            spent = [self.seconds_of_part(kind, type_, share, 1, rows, micro_batches) for type_, share in shares]
+        slowest = max(spent, key=lambda seconds: (seconds.forward + seconds.backward, seconds.measured))
         forward = self._collectives_of(largest.forward_collectives, group, largest.forward_attention)
         backward = self._collectives_of(largest.backward_collectives, group, largest.backward_attention)
         if not self.runs:
@@ -194,7 +202,7 @@ class CostModel(DeviceGroups):
                 slowest, forward, backward, overlap=self.stack.calibration.backward_overlap, context=context
             )
         once = (self.seconds(kind, type_, degrees, 1, micro_batches, shards) for type_ in group.types)
-        hosted, update = 0.0, max(one.update for one in once)
+        hosted, update = 0.0, max(part * one.update for part, one in zip(of_layer, once, strict=True))
         ahead, back = slowest.forward + forward, slowest.backward + backward
         if self.stack.offload != "none":
             hosted = max(self.hosted(kind, type_, degrees, rows) for type_ in group.types)
@@ -210,10 +218,11 @@ class CostModel(DeviceGroups):
             weights=slowest.weights,
             communication=forward + backward,
             kept=max(
-                part * self.kept(kind, type_, degrees, rows) for part, type_ in zip(parts, group.types, strict=True)
+                part * self.kept(kind, type_, degrees, rows) for part, type_ in zip(of_rows, group.types, strict=True)
             ),
             working=max(
-                part * self.working(kind, type_, degrees, rows) for part, type_ in zip(parts, group.types, strict=True)
+                part * self.working(kind, type_, degrees, rows)
+                for part, type_ in zip(of_rows, group.types, strict=True)
             ),
             update=update,
             measured=slowest.measured,

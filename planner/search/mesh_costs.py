@@ -293,6 +293,19 @@ class MeshCosts:
             self._pace_lists[key] = sums.tolist(), ends.tolist()
         return self._pace_lists[key]
 
+    def shortest_ends(self, micro_batches: int, ahead: bool = False) -> list[int]:
+        """For each end of a stage within the chain the one at or after it up to which a stage takes least by `pace`:
+        where less is handed on, a longer stage takes less time than a shorter one."""
+        key = micro_batches, ahead
+        if key not in self._shortest_ends:
+            _, ends = self.pace_lists(micro_batches, ahead)
+            found = list(range(len(ends)))
+            for end in range(len(ends) - 3, -1, -1):
+                if ends[found[end + 1]] < ends[end]:
+                    found[end] = found[end + 1]
+            self._shortest_ends[key] = found
+        return self._shortest_ends[key]
+
     def group(self, micro_batches: int) -> StageGroup:
         """The mesh as `whale.planner.balance.cuts` sees it: memory as parts of the room of whichever slice has least
         for it."""
@@ -329,6 +342,10 @@ class MeshCosts:
 
     @cached_property
     def _reach_lists(self) -> dict[int, list[int]]:
+        return {}
+
+    @cached_property
+    def _shortest_ends(self) -> dict[tuple[int, bool], list[int]]:
         return {}
 
     @cached_property

@@ -344,7 +344,7 @@ def _cuts_within(
     speeds = {mesh: 1 / max(pace[0][-1], 1e-12) for mesh, pace in paces.items()}
     even = 1 / sum(map(speeds.__getitem__, sequence))  # about: layers may suit unlike meshes
     hardest: dict[Mesh, list[int]] = {}  # what the first stage on a mesh can reach, which has most in flight
-    stages, before = [], None
+    stages, shortest, before = [], [], None
     for stage, (mesh, held) in enumerate(zip(sequence, _held(schedule, depth, micro_batches), strict=True)):
         if mesh is not before:
             before, own = mesh, costs[mesh]
@@ -354,13 +354,14 @@ def _cuts_within(
         ahead = schedule == "1f1b" and held == micro_batches
         pace = own.pace_lists(micro_batches, ahead) if ahead else paces[mesh]
         stages.append((*pace, least, own, held, stage))
-    backward = stages[::-1]
+        shortest.append(own.shortest_ends(micro_batches, ahead))
+    backward = list(zip(stages[::-1], (*shortest[-2::-1], range(parts + 1)), strict=True))
 
     def cut(bound: float) -> tuple[tuple[int, ...] | None, float]:
         """The first parts within a bound, with the time of the slowest stage; or none, with a bound below which there
         are none either."""
         starts, end, slowest, more = [], parts, 0.0, inf
-        for sums, ends, least, own, held, stage in backward:
+        for (sums, ends, least, own, held, stage), shortest_end in backward:
             first = bisect_left(sums, ends[end] - bound)
             if first < least[end] and first < (reached := reach(own, end, held)):
                 first = reached
@@ -370,6 +371,8 @@ def _cuts_within(
                 first = stage
             if first >= end:
                 return None, more
+            if first < shortest_end[first] < end:  # the stage before hands on less there
+                first = shortest_end[first]
             slowest = max(slowest, ends[end] - sums[first])
             starts.append(first)
             end = first

@@ -208,8 +208,8 @@ class SearchSettings:
         time_limit: seconds after which the best so far is the answer.
         top: how many plans are wanted.
         fixed: what is decided already.
-        recompute: what backwards compute again in all stages; ``auto``: nothing where a plan fits so, else in each
-            stage the least with which it does.
+        recompute: what backwards compute again in all stages; ``auto``: nothing where a plan fits so, unless computing
+            again is faster; else in each stage the least with which it does.
         zero: how much of their state replicas divide in all stages; ``auto``: nothing where a plan fits so, unless
             dividing it is faster; else in each stage the least with which it does.
         gradient_dtype: in which gradients are summed; None: in their own.

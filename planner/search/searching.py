@@ -8,10 +8,10 @@ fixed stays.
 The space excludes different pipelines in parallel, which no executor runs. Recompute, state that replicas divide (ZeRO)
 and state or activations on hosts are part of it where nothing fits without: then plans are searched under each rule and
 level for all stages, under both where neither is enough, and then with some of it on hosts; each stage of those that
-are found gets the least with which it still fits. State is divided too where the best simple plan that does so is
-faster than all that fit without. At last each row is cut, such as a long sequence or a large volume:
-where nothing fits else, and where there are fewer rows than devices. How attention is computed then, as a ring, by
-heads or from gathered keys, the placement of layers has chosen for their profile.
+are found gets the least with which it still fits. State is divided, and values are computed again, also where the best
+simple plan that does so is faster than all that fit without. At last each row is cut, such as a long sequence or a
+large volume: where nothing fits else, and where there are fewer rows than devices. How attention is computed then, as a
+ring, by heads or from gathered keys, the placement of layers has chosen for their profile.
 
 Method, for clusters of any size:
 
@@ -54,7 +54,7 @@ from whale.planner.search.least_memory import aligned, together, with_least
 from whale.planner.search.plan_search import PlanSearch, step_seconds
 from whale.planner.search.problem import Fixed, Found, Progress, SearchSettings
 from whale.planner.search.remedies import hosts_hold
-from whale.planner.search.simple import fastest_simple
+from whale.planner.search.simple import fastest_simple, least_simple
 from whale.planner.search.space import Chain, pools_of
 from whale.planner.search.table import CostTable
 
@@ -187,7 +187,7 @@ class _Searches:
         first = self._run(self.last)
         if first is None and not self.stop() and not self.last.is_possible():
             self._refuse()
-        more = self._fitting(_ways(settings, self.costs.cluster)) if first is None else self._with_levels(first)
+        more = self._fitting(_ways(settings, self.costs.cluster)) if first is None else self._with_less_memory(first)
         more += self._with_cut_rows([*([first] if first is not None else []), *more])
         if first is None and not more:
             self._refuse()
@@ -227,10 +227,7 @@ class _Searches:
                 if time.monotonic() - self.began > (1 + LEAST_TIME) * self.settings.time_limit:
                     self.untried = True
                     break
-                rules = self.costs.profile.rules
-                if way[0] not in rules and self.with_rules is not None and rules != RECOMPUTES:
-                    self.costs = replace(self.costs, profile=self.with_rules(), memo=Memo())
-                if way[0] in self.costs.profile.rules and not self.stop():
+                if self._knows(way[0]) and not self.stop():
                     self.last = self._under(way)
                     if not hosts_hold(self.last.meshes.prices):
                         self.overfull.append(self.last)
@@ -238,20 +235,43 @@ class _Searches:
                         found.append(one)
         return found
 
-    def _with_levels(self, first: Found) -> list[Found]:
-        """Plans whose replicas divide their state, where plans fit without: replicas of the whole model that do not
-        may be faster than the long pipelines, the many shards or the small micro-batches that do."""
-        rule, level, offload = self.settings.way
-        several = len(self.costs.cluster.devices) > 1
-        if self.settings.zero != "auto" or not several or first.gap < LEAST_GAP or self.stop():
-            return []
-        found: list[Found] = []
-        for other in (one for one in (1, 3) if one > level):
-            way = rule, other, offload
-            best = fastest_simple(self._under(way).meshes, self.batch, self.settings)
-            if best is not None and best.prediction.step_seconds < step_seconds(first.best):
+    def _with_less_memory(self, first: Found) -> list[Found]:
+        """Plans whose replicas divide their state, or whose backwards compute again, where plans fit without: replicas
+        of the whole model that do may be faster than the long pipelines, the many shards or the small micro-batches
+        that do not."""
+        (rule, level, offload), found = self.settings.way, [first]
+        ways: list[Way] = []
+        if self.settings.zero == "auto" and len(self.costs.cluster.devices) > 1:
+            ways += [(rule, one, offload) for one in (1, 3) if one > level]
+        if self.settings.recompute == "auto":
+            ways += [(one, level, offload) for one in RECOMPUTES[1:]]
+        simple = self.last.meshes
+        for way in ways:
+            best = min(step_seconds(one.best) for one in found)
+            if min(one.gap for one in found) < LEAST_GAP or self.stop():
+                break
+            if way[0] != rule and not self._lacks_memory(simple, best):
+                continue
+            fitting = (
+                fastest_simple(self._under(way).meshes, self.batch, self.settings) if self._knows(way[0]) else None
+            )
+            if fitting is not None and fitting.prediction.step_seconds < best:
                 found += self._fitting([[way]])
-        return found
+        return found[1:]
+
+    def _lacks_memory(self, meshes: CostTable, best: float) -> bool:
+        """Whether a simple plan would be faster than *best* by a good part, and does not fit or it would have been
+        found; and the profile may say what backwards cost that compute again."""
+        if self.with_rules is None and len(self.costs.profile.rules) == 1:
+            return False
+        return least_simple(meshes, self.batch, self.settings) < (1 - LEAST_GAP) * best
+
+    def _knows(self, rule: Recompute) -> bool:
+        """Whether the profile says what a rule costs, where it is asked for."""
+        rules = self.costs.profile.rules
+        if rule not in rules and self.with_rules is not None and rules != RECOMPUTES:
+            self.costs = replace(self.costs, profile=self.with_rules(), memo=Memo())
+        return rule in self.costs.profile.rules
 
     def _with_cut_rows(self, found: Sequence[Found]) -> list[Found]:
         """Plans whose devices cut each row, where these may be faster."""

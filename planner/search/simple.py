@@ -24,7 +24,7 @@ from whale.planner.search.problem import Candidate, SearchSettings
 from whale.planner.search.space import Chain, Division, Mesh, Pool, pools_of
 from whale.planner.search.table import CostTable
 
-__all__ = ["fastest_simple", "least_after_compiling", "simple_plans"]
+__all__ = ["fastest_simple", "least_after_compiling", "least_simple", "simple_plans"]
 
 LONGEST_LINE = 16
 """Stages up to which pipelines of a stage a node or a device are simple; deeper ones are left to the search."""
@@ -71,6 +71,12 @@ def simple_plans(
 def fastest_simple(meshes: CostTable, batch: int, settings: SearchSettings) -> Candidate | None:
     """Return the fastest plan of all simple kinds that fits at the prices of *meshes*; None if none does."""
     return _best(meshes, [one for own in _drafts(meshes, batch, settings).values() for one in own], batch)
+
+
+def least_simple(meshes: CostTable, batch: int, settings: SearchSettings) -> float:
+    """Return the least seconds of a step of all simple plans of one stage, whether or not they fit."""
+    every = (one.seconds for own in _drafts(meshes, batch, settings).values() for one in own)
+    return min(every, default=inf)
 
 
 def _drafts(meshes: CostTable, batch: int, settings: SearchSettings) -> dict[str, list[Scored]]:

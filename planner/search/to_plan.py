@@ -8,13 +8,15 @@ nothing, and knows a model only as a list of modules and the stages in which the
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from whale.errors import UsageError
-from whale.ir.cluster import Cluster, Device
+from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage, PlanState
 from whale.ir.strategy import REPLICAS, SHARDS
+from whale.planner.cost.stage import CostModel
 from whale.planner.search import Candidate, StageChoice
 
 __all__ = ["annotations_of", "plan_of", "split_shares"]
@@ -90,19 +92,27 @@ def _plan_state(stage: StageChoice) -> PlanState | None:
     return PlanState.of(replace(stage.state, shares=tuple(share for share in shares for _ in range(each))))
 
 
-def split_shares(stage: StageChoice, cluster: Cluster, dtype: str) -> tuple[float, ...]:
-    """Proportions by speed along the first axis ``split`` of a stage whose groups mix types of devices; else empty.
+def split_shares(stage: StageChoice, prices: CostModel) -> tuple[float, ...]:
+    """Proportions by the layer times of equal parts along the first axis ``split`` of a stage whose groups mix types of
+    devices; else empty.
 
     All data slices have the same shares, so each part is as fast as its slowest device.
     """
     num = stage.context if stage.context > 1 else stage.tensor
     each = stage.size // num if stage.expert == 1 else 1
-    parts: list[list[Device]] = [[] for _ in range(num)]
+    parts: list[set[DeviceType]] = [set() for _ in range(num)]
     for place, rank in enumerate(stage.ranks):
-        parts[place // each % num].append(cluster.devices[rank])
-    speeds = tuple(min(device.speed(dtype) for device in devices) for devices in parts)
-    slowest = min(speeds)
-    return tuple(round(speed / slowest, 3) for speed in speeds) if max(speeds) > slowest else ()
+        parts[place // each % num].add(prices.cluster.devices[rank].type)
+    if len(set.union(*parts)) == 1:
+        return ()
+    layers, rows = Counter(prices.profile.layers[stage.first : stage.last]), max(stage.rows)
+
+    def seconds(type_: DeviceType) -> float:
+        each = {kind: prices.computation(kind, type_, stage.tensor, rows, context=stage.context) for kind in layers}
+        return max(1e-12, sum(count * sum(each[kind]) for kind, count in layers.items()))
+
+    spent = [max(map(seconds, types)) for types in parts]
+    return tuple(round(max(spent) / one, 3) for one in spent) if max(spent) > min(spent) else ()
 
 
 # --- annotations ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from whale.planner.cost.layers import layer_seconds, run_again
 from whale.planner.cost.memory import run_kept_bytes
 from whale.planner.cost.precision import precision_named
 from whale.planner.cost.stage import CostModel
-from whale.planner.search import Progress, SearchSettings, StageChoice, evaluate, search
+from whale.planner.search import Candidate, Progress, SearchSettings, StageChoice, evaluate, search
 from whale.strategies import profile
 from whale.strategies.layers import layered
 from whale.strategies.profile import profile_model
@@ -135,6 +135,24 @@ def test_a_search_computes_again_only_what_memory_needs() -> None:
     assert [stage.recompute for stage in again.stages] == [one.recompute for one in narrow.best.candidate.stages]
     with pytest.raises(InfeasibleError, match="would fit with .*recompute '(selective|full)'"):
         deep_search(int(0.85 * smallest), recompute="none")
+
+
+def test_a_search_computes_again_where_that_is_faster_than_what_fits_without() -> None:
+    """Replicas of the whole model lack a byte; parts of it fit, and wait."""
+    found = profiled(decoder(layers=12, heads=4, width=32).float(), rules=True)
+
+    def best(memory_bytes: int, recompute: Literal["auto", "none"]) -> Candidate:
+        card = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=memory_bytes, memory_bandwidth=1e9)
+        machines = Cluster.homogeneous(4, card, intra=Link(bandwidth=1e9, latency=1e-5))
+        settings = SearchSettings(time_limit=60.0, micro_batches=1, recompute=recompute)
+        return search(found, machines, batch=16, settings=settings).best
+
+    wide = best(2**33, "auto")
+    assert [(stage.data, stage.recompute) for stage in wide.stages] == [(4, "none")]
+    tight = max(held.total for held in wide.prediction.memory) - 1
+    without, again = best(tight, "none"), best(tight, "auto")
+    assert [(stage.data, stage.recompute) for stage in again.stages] == [(4, "selective")]
+    assert again.prediction.step_seconds < 0.9 * without.prediction.step_seconds
 
 
 @pytest.mark.parametrize("rule", ["none", "selective", "full"])

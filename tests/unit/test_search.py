@@ -125,6 +125,18 @@ def test_a_pipeline_is_cut_well_whether_or_not_micro_batches_fill_it(counts: tup
     assert min(seconds(start) for _, start in cuts) <= min(map(seconds, range(1, 10))) * 1.01
 
 
+def test_a_stage_goes_on_to_where_little_is_handed_on() -> None:
+    """A message takes longer than a layer, but behind the fifth one: no even cut is as fast."""
+    wide, narrow = (layer({FAST.name: 0.01, SLOW.name: 0.02}, output=output) for output in (5 * MIB, 1e3))
+    profile, cluster = (
+        chain([wide, narrow], (0, 0, 0, 0, 1, 0, 0)),
+        machines([FAST] * 2, Link(bandwidth=1e8, latency=1e-5)),
+    )
+    prices = CostModel.of(profile, cluster, batch=12)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, 7, None))
+    assert likely_cuts(meshes, [Mesh((1,), 1)] * 2, 12, 12, "1f1b") == [(0, 5)]
+
+
 @pytest.mark.parametrize("others", [(("b", SLOW),) * 7, (("b", FAST),), (("b", SLOW), ("c", FAST), ("d", SLOW))])
 def test_devices_behind_a_slow_network_do_not_make_a_plan_slower(others: tuple[tuple[str, DeviceType], ...]) -> None:
     """Stages in one node send each other what they would never send to another."""

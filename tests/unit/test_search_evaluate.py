@@ -126,12 +126,13 @@ def test_unlike_slices_with_rows_by_speed_are_done_together() -> None:
     assert fair.prediction.step_seconds < even.prediction.step_seconds
 
 
-def test_a_tensor_group_is_as_slow_as_its_slowest_device() -> None:
-    cluster = machines([FAST, SLOW, SLOW])
-    mixed, slow = (
-        evaluate(small(), cluster, [choice(0, 4, ranks, (6,), tensor=2)], micro_batches=1) for ranks in ((0, 1), (1, 2))
-    )
-    assert mixed.workload.stages[0].forward == slow.workload.stages[0].forward
+def test_devices_of_a_tensor_group_take_parts_by_speed() -> None:
+    """The slow device takes a third of a layer: all of it takes 20 ms there, half of it 11 ms, and 5.5 ms on the fast
+    one. Between the degrees that are known the times are linear."""
+    found = evaluate(small(), machines([FAST, SLOW]), [choice(0, 4, (0, 1), (6,), tensor=2)], micro_batches=1)
+    (stage,) = found.workload.stages
+    assert stage.forward[0] + stage.backward[0] == pytest.approx(4 * 6 * 0.008)
+    assert found.prediction.breakdown["update"] == pytest.approx(4 * 1e-4 / 2 * 4 / 3)
 
 
 def test_every_row_crosses_a_boundary_whatever_the_degrees() -> None:

@@ -34,7 +34,6 @@ class Model:
 
     change: Callable[[Plan, Prediction], Prediction]
     identity: ModelIdentity = field(default_factory=lambda: ModelIdentity(name="model", hash="sha256:0"))
-    dtype: str = "float32"
     num_operators: int = 0
     compiled: int = 0
     seconds: float = 0.0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import whale
+from tests.chains import card, chain, layer, machines
 from tests.small_models import decoder, tokens
 from whale.annotations import Annotation, module_scopes
 from whale.commands.candidates import CandidateCompiler, scopes_by
@@ -15,10 +16,11 @@ from whale.errors import UsageError
 from whale.graph.capture import capture
 from whale.graph.partition import partition
 from whale.graph.scoping import module_paths, recorded_scopes, scopes_by_module
-from whale.ir.cluster import Cluster, DeviceType
+from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan, PlanAxis
 from whale.ir.strategy import parse_strategy
 from whale.ir.workload import Prediction, Workload
+from whale.planner.cost.stage import CostModel
 from whale.planner.search import Candidate, StageChoice
 from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
 
@@ -128,16 +130,15 @@ def test_equal_rows_need_no_shares_and_others_are_written() -> None:
 
 
 def test_parts_follow_the_slowest_device_of_each_part() -> None:
-    fast, slow = (
-        DeviceType.of(name, speed={"float32": speed}, memory_bytes=2**34, memory_bandwidth=1e12)
-        for name, speed in (("fast", 3e12), ("slow", 1e12))
-    )
-    cluster = Cluster.of([("a", fast), ("a", slow), ("b", fast), ("b", fast)])
+    """By the times of layers, whatever the peak speeds, which are equal here."""
+    fast, slow = card("fast"), card("slow")
+    cluster = machines([fast, slow, fast, fast])
+    prices = CostModel.of(chain([layer({"cpu-fast": 1.0, "cpu-slow": 3.0}, degrees=(1, 2))], [0] * 6), cluster)
     pair, both = stages_of((3, 1, 2), (3, 1, 2))
-    assert split_shares(pair, cluster, "float32") == (3.0, 1.0)
-    assert split_shares(both, cluster, "float32") == ()
+    assert split_shares(pair, prices) == (3.0, 1.0)
+    assert split_shares(both, prices) == ()
     (square,) = stages_of((6, 2, 2))
-    assert split_shares(square, cluster, "float32") == (3.0, 1.0)
+    assert split_shares(square, prices) == (3.0, 1.0)
 
 
 @pytest.mark.parametrize(

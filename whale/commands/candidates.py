@@ -84,7 +84,7 @@ class CandidateCompiler:
         self._known = Known()
         self.layers: KnownLayers = {}
         self.num_operators = len(self.traced.flow.calls)
-        self.identity, self.dtype = ModelIdentity(name=name, hash=self.traced.hash), self.traced.dtype
+        self.identity = ModelIdentity(name=name, hash=self.traced.hash)
 
     @property
     def captured(self) -> Captured | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from whale.errors import WhaleError
@@ -18,6 +19,8 @@ from whale.ir.strategy import Reduce
 from whale.ir.units import bytes_text
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.experts import first_ways
+from whale.planner.cost.precision import own_precision
+from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.orders import FITTED
 from whale.planner.search import Candidate, StageChoice
 from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
@@ -29,7 +32,6 @@ class Trial(Protocol):
     """A candidate compiler; `whale.commands.candidates.CandidateCompiler` is one."""
 
     identity: ModelIdentity
-    dtype: str
     num_operators: int
 
     def uncut(self, micro_batches: int) -> str:
@@ -89,6 +91,10 @@ class PlanWriter:
     step_in_backward: bool = False
     reduce: Reduce | None = None
 
+    @cached_property
+    def _prices(self) -> CostModel:
+        return CostModel.of(self.profile, self.cluster, precision=own_precision(self.profile))
+
     def unwritten(self, candidate: Candidate) -> Plan:
         """The ranks and axes alone, for an annotated model."""
         plan = plan_of(candidate, self.cluster, batch=self.batch, annotations={}, model=self._identity())
@@ -98,7 +104,7 @@ class PlanWriter:
         """Not compiled."""
         shares = None
         if by_speed and self.trial is not None:
-            shares = [split_shares(stage, self.cluster, self.trial.dtype) for stage in candidate.stages]
+            shares = [split_shares(stage, self._prices) for stage in candidate.stages]
         plan = plan_of(
             candidate,
             self.cluster,
@@ -132,7 +138,7 @@ class PlanWriter:
             UsageError: it cannot be written as annotations of this model.
         """
         even = self.with_prediction(self.written(candidate), trial)
-        if not any(split_shares(stage, self.cluster, trial.dtype) for stage in candidate.stages):
+        if not any(split_shares(stage, self._prices) for stage in candidate.stages):
             return even
         uneven = self.with_prediction(self.written(candidate, by_speed=True), trial)
         return min(even, uneven, key=lambda choice: (bool(choice.reason), choice.prediction.step_seconds))
