@@ -60,10 +60,11 @@ class Dropping(Decoder):
 
 
 class Normed(Decoder):
-    """A decoder that normalizes products: in low precision with parameters in float32."""
+    """A decoder that normalizes products, in low precision with parameters in float32, and does not run its layers."""
 
-    def __init__(self) -> None:
-        super().__init__(layers=0, width=64)
+    def __init__(self, *, layers: int = 0) -> None:
+        super().__init__(layers=layers, width=64)
+        self.register_buffer("unread", torch.zeros(1000))
         self.mixes = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
         self.norms = nn.ModuleList(nn.GroupNorm(4, 64) if n % 2 else nn.LayerNorm(64) for n in range(6))
 
@@ -79,13 +80,17 @@ def dropping() -> Decoder:
     return Dropping(layers=3, heads=4, width=64).double()
 
 
+def unread() -> Decoder:
+    return Normed(layers=2).double()
+
+
 def positioned() -> Decoder:
     torch.manual_seed(0)
     return Positioned(layers=2, heads=4, width=128).double()
 
 
 def build(options: dict[str, Any]) -> Any:
-    builders = {"table": positioned, "dropout": dropping, "norms": Normed}
+    builders = {"table": positioned, "dropout": dropping, "norms": Normed, "unread": unread}
     model = builders[options.pop("has")]() if "has" in options else decoder(layers=2, heads=4, width=64)
     return model.float() if "precision" in options else model
 
@@ -118,6 +123,12 @@ def plan_of(axis: str, shares: list[int]) -> dict[str, Any]:
 CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
     "data parallel": ({"": replicate()}, {}, "adamw"),
     "norms of products in low precision": ({"": replicate()}, {"precision": "bf16", "has": "norms"}, "adamw"),
+    "parameters and buffers that are not read": ({"": replicate()}, {"has": "unread", "zero": 3}, "adamw"),
+    "layers that do not run": (
+        {"mixes.[0-4]": stage(), "mixes.5": stage()},
+        {"has": "unread", "micro_batches": 2},
+        "adamw",
+    ),
     "tensor parallel": ({"": split()}, {"micro_batches": 2}, "adamw"),
     "a table that is kept over the update": (
         STAGES,

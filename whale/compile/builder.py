@@ -22,7 +22,7 @@ from whale.compile.placed_like import placed_like
 from whale.compile.rank_step import RankStep, rank_step
 from whale.compile.row_shares import batch_leaf_names, row_shares
 from whale.compile.trace import Traced, trace
-from whale.compile.unread import check_places, forms_of_unread, stages_of_unread
+from whale.compile.unread import check_places, forms_of_unread
 from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
 from whale.graph.precision import LOW_PRECISIONS
@@ -48,7 +48,6 @@ from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
 from whale.runtime.step_in_backward import StepInBackward
 from whale.runtime.store import Board
-from whale.strategies.lowering import PlacedStage
 
 __all__ = ["CHECKED_RANKS", "Builder", "clock_of", "warn_of"]
 
@@ -118,7 +117,6 @@ class Builder:
         self.layouts: dict[str, tuple[int, ...]] = {}
         self.segments = kernels_of_inductor() if options.compile else None
         self.recorder = recorder_of(world.device) if options.cuda_graphs else None
-        self.unread: dict[str, PlacedStage] = {}
 
     def build(
         self,
@@ -144,8 +142,7 @@ class Builder:
         self.rows = compilation.rows[0]
         shards = compilation.shards()
         named = dict(model.named_parameters())
-        self.unread = stages_of_unread(compilation, [name for name in named if name not in shards])
-        for name, stage in self.unread.items():
+        for name, stage in compilation.unread.items():
             parameter = named[name]
             parts = dict.fromkeys(stage.mesh.ranks, tuple(((0, size),) for size in parameter.shape))
             shards[name] = Shard(shape=tuple(parameter.shape), dtype=parameter.dtype, parts=parts, trainable=False)
@@ -324,7 +321,7 @@ class Builder:
             self.options,
             device=self.world.device,
             rows_per_micro_batch=self.rows,
-            stored=self.first.stored_forms() | forms_of_unread(self.unread),
+            stored=self.first.stored_forms() | forms_of_unread(self.first.unread),
             units=self.first.units,
         )
 

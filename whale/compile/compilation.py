@@ -261,6 +261,31 @@ class Compilation:
                     )
         return forms
 
+    @cached_property
+    def unread(self) -> dict[str, PlacedStage]:
+        """For each parameter that the step does not read the stage on whose ranks it lies whole: that which computes
+        most closely around its module, the first where several do."""
+        read = {
+            self.parameter_name(value)
+            for stage in self.stages
+            for value in stage.stored
+            if value[0].name in self.captured.parameters
+        }
+        names = [name for name in self.traced.parameters if name not in read]
+        around: dict[str, PlacedStage] = {"": self.stages[0]}
+        for stage in self.stages if names else ():
+            for path in dict.fromkeys(path for node in stage.nodes for path in self.traced.paths.get(node, ())):
+                while path:
+                    around.setdefault(path, stage)
+                    path = path.rpartition(".")[0]
+        found = {}
+        for name in names:
+            path = name
+            while path not in around:
+                path = path.rpartition(".")[0]
+            found[name] = around[path]
+        return found
+
     def local_parameters(self, rank: int) -> dict[str, LocalParameter]:
         """The shard of every parameter on a rank, in the order of `shards`."""
         found: dict[str, LocalParameter] = {}

@@ -51,6 +51,7 @@ class Traced:
         paths: for each operator the modules that computed it, innermost first.
         loss: the value that is the loss.
         dtype: by its speeds the model is placed (:func:`main_dtype`).
+        parameters, buffers: bytes of those of the model, by name, whether the loss reads them or not.
     """
 
     captured: Captured
@@ -60,6 +61,8 @@ class Traced:
     paths: Mapping[fx.Node, tuple[str, ...]]
     loss: Value
     dtype: str
+    parameters: Mapping[str, int]
+    buffers: Mapping[str, int]
 
     @cached_property
     def hash(self) -> str:
@@ -169,6 +172,8 @@ def trace(
         paths=module_paths(captured, model),
         loss=loss,
         dtype=main_dtype(model) if dtype is None else str(dtype).removeprefix("torch."),
+        parameters={name: x.nbytes for name, x in model.named_parameters()},
+        buffers={name: x.nbytes for name, x in model.named_buffers()},
     )
 
 

@@ -6,31 +6,23 @@ it there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from whale.compile.compilation import Compilation, StoredForm
 from whale.errors import UsageError
 from whale.runtime.engine import Shard
 from whale.strategies.lowering import PlacedStage
 
-__all__ = ["check_places", "forms_of_unread", "stages_of_unread"]
+__all__ = ["check_places", "forms_of_unread", "unread_bytes"]
 
 
-def stages_of_unread(compilation: Compilation, names: Iterable[str]) -> dict[str, PlacedStage]:
-    """For each parameter the stage that computes most closely around its module: the first where several do."""
-    around: dict[str, PlacedStage] = {"": compilation.stages[0]}
-    for stage in compilation.stages:
-        for path in dict.fromkeys(path for node in stage.nodes for path in compilation.traced.paths.get(node, ())):
-            while path:
-                around.setdefault(path, stage)
-                path = path.rpartition(".")[0]
-    found = {}
-    for name in names:
-        path = name
-        while path not in around:
-            path = path.rpartition(".")[0]
-        found[name] = around[path]
-    return found
+def unread_bytes(compilation: Compilation, rank: int) -> int:
+    """Bytes of the parameters and buffers that *rank* has and the step does not read."""
+    parameters = (
+        compilation.traced.parameters[name] for name, stage in compilation.unread.items() if rank in stage.mesh.ranks
+    )
+    read = set(compilation.captured.buffers.values())
+    return sum(parameters) + sum(size for name, size in compilation.traced.buffers.items() if name not in read)
 
 
 def forms_of_unread(stages: Mapping[str, PlacedStage]) -> dict[tuple[int, str], tuple[StoredForm, ...]]:

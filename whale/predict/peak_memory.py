@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
 from whale.compile.rank_step import RankStep, rank_step
+from whale.compile.unread import unread_bytes
 from whale.graph.values import value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program, project_rank
@@ -284,7 +285,7 @@ def _held(
         at_peak = found.after + Counter(activations=update)
     return PeakMemory(
         rank=rank,
-        parameters=at_peak["parameters"],
+        parameters=at_peak["parameters"] + unread_bytes(compilation, rank),
         gradients=at_peak["gradients"],
         optimizer=_states(optimizer, found.trained),
         activations=at_peak["activations"] + _SMALL_BYTES,
