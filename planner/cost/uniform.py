@@ -62,6 +62,7 @@ class Stages:
             batch=given.batch,
             gradient_dtype=given.gradient_dtype,
             step_in_backward=given.step_in_backward,
+            reduce=given.reduce,
             known=known,
         )
         level = 0 if given.offload == "none" else given.level

@@ -53,6 +53,24 @@ def test_what_does_not_fit_is_said_and_is_no_error(cluster: str) -> None:
     assert "DOES NOT FIT" in result.stdout
 
 
+def test_other_ways_to_make_one_gradient_have_their_prices(tmp_path: Path) -> None:
+    file = tmp_path / "slow.toml"
+    file.write_text(
+        '[links]\ninter_node = {bandwidth = "10 Gbit/s", latency = "10 us"}\n[[nodes]]\ncount = 4\ndevices = 1\ndevice = "V100-SXM2-32GB"\n'
+    )
+    given = ("--model", "examples/models/gpt.py:gpt", "--set", "layers=2", "--set", "hidden=192", "--set", "seq=32")
+    found = {
+        reduce: json.loads(
+            run(
+                *given, "--cluster", str(file), "--batch", "8", "--precision", "fp32", "--reduce", reduce, "--json"
+            ).stdout
+        )
+        for reduce in ("mean", "adasum", "server")
+    }
+    assert len({one["step_seconds"] for one in found.values()}) == 3
+    assert found["server"]["memory_bytes"] < found["mean"]["memory_bytes"]  # each has a part of the optimizer's state
+
+
 def test_what_cannot_be_run_yet_is_said_of_the_degrees_that_ask_for_it(cluster: str) -> None:
     """And in the help, by the same options."""
     given = ("--profile", PROFILE, "--cluster", cluster, "--batch", "8")
@@ -99,6 +117,7 @@ def test_what_was_assumed_stands_in_the_output(cluster: str) -> None:
         (("--profile", PROFILE, "--state-shares", "3,1"), "give --zero 1, 2 or 3"),
         (("--profile", PROFILE, "--zero", "1", "--state-shares", "3,1", "--precision", "fp32"), "there are 8 replicas"),
         (("--profile", PROFILE, "--ep", "2"), "leave --ep out"),
+        (("--profile", PROFILE, "--reduce", "adasum", "--stack", "fsdp"), "--reduce: stacks other than Whale's"),
         (("--profile", PROFILE, "--precision", "fp8"), "A100-SXM4-80GB has no float8; use --precision bf16"),
     ],
 )

@@ -31,7 +31,7 @@ from whale.cli.options import (
 )
 from whale.errors import UsageError
 from whale.ir.state import LEVELS
-from whale.ir.strategy import OFFLOADS
+from whale.ir.strategy import OFFLOADS, REDUCES
 from whale.ir.units import bytes_text, time_text
 from whale.planner.schedules.orders import SCHEDULES
 
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 @click.option("--precision", default="bf16", metavar="NAME", help="fp32, tf32, fp16, bf16, fp8 or fp64 [bf16].")
 @click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
 @click.option("--step-in-backward", is_flag=True, help=STEP_IN_BACKWARD_HELP)
+@click.option("--reduce", type=click.Choice(REDUCES), default="mean", help="How replicas make one gradient [mean].")
 @click.option("--attention", type=click.Choice(["auto", "fused", "unfused"]), default="auto", help="[auto]")
 @click.option(
     "--stack",
@@ -105,7 +106,7 @@ def estimate(
 
     zero, shares = degrees.pop("zero"), degrees.pop("state_shares")
     offload = degrees.pop("offload")
-    asked = sharding_of(zero, shares, degrees.pop("state_align"), offload)
+    asked = sharding_of(zero, shares, degrees.pop("state_align"), offload, degrees["reduce"])
     auto_shares = shares == "auto"
     configuration = Configuration(
         **degrees, zero=asked.level if asked is not None else 0, state_shares=asked.shares if asked is not None else ()
@@ -126,6 +127,8 @@ def estimate(
         raise UsageError("--gradient-dtype: other stacks sum gradients in a number type of their own; leave it out")
     if configuration.step_in_backward and (beyond or configuration.stack not in (None, "whale")):
         raise UsageError("--step-in-backward: it is predicted as Whale runs it, not as other stacks do; leave it out")
+    if configuration.reduce != "mean" and (beyond or configuration.stack not in (None, "whale")):
+        raise UsageError("--reduce: stacks other than Whale's sum gradients; leave it out")
     check_updates(configuration.precision, step_in_backward=configuration.step_in_backward, name="--step-in-backward")
     if offload != "none" and (beyond or configuration.stack not in (None, "whale")):
         raise UsageError("--offload: it is priced as Whale runs it, not as other stacks do; leave it out")
