@@ -66,7 +66,8 @@ def test_one_row_on_unlike_devices_is_cut_by_speed(worlds: Worlds) -> None:
     (stage,) = found.best.candidate.stages
     assert (stage.data, stage.context) == (1, 2)
     (axis,) = found.best.plan.stages[0].axes or ()
-    assert (axis.role, axis.shares) == ("split", (3.0, 1.0))
+    assert axis.role == "split"
+    assert axis.shares == pytest.approx((3.0, 1.0), rel=0.01)  # by the times of its layers
     assert found.best.plan.annotations == {"": ("split(2, dim=1)",)}
     assert max(worlds.run(2, planned_step, "long", found.best.plan.dumps())) <= UNEVEN_BOUND
 

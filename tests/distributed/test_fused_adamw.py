@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def test_it_trains_as_torchs_on_one_device(ranks: Two, kind: str, options: dict[
 
 def error_of_float16(world: World) -> float:
     options = {"precision": "fp16", "zero": 1}
-    ours, theirs = (trained("replicate", made, options) for made in (optim.FusedAdamW, torch.optim.AdamW))
+    kinds = (partial(made, eps=1e-3) for made in (optim.FusedAdamW, torch.optim.AdamW))  # some gradients are noise
+    ours, theirs = (trained("replicate", made, options) for made in kinds)
     return max(float((ours[key] - theirs[key]).abs().max()) for key in theirs)
 
 

@@ -55,9 +55,8 @@ def test_what_does_not_fit_is_said_and_is_no_error(cluster: str) -> None:
 
 def test_other_ways_to_make_one_gradient_have_their_prices(tmp_path: Path) -> None:
     file = tmp_path / "slow.toml"
-    file.write_text(
-        '[links]\ninter_node = {bandwidth = "10 Gbit/s", latency = "10 us"}\n[[nodes]]\ncount = 4\ndevices = 1\ndevice = "V100-SXM2-32GB"\n'
-    )
+    lines = ["[links]", 'inter_node = {bandwidth = "10 Gbit/s", latency = "10 us"}', "[[nodes]]", "count = 4"]
+    file.write_text("\n".join([*lines, "devices = 1", 'device = "V100-SXM2-32GB"']))
     given = ("--model", "examples/models/gpt.py:gpt", "--set", "layers=2", "--set", "hidden=192", "--set", "seq=32")
     found = {
         reduce: json.loads(

@@ -135,6 +135,14 @@ def test_what_is_projected_always_passes_the_check(shares: list[list[Shares]], n
     check_programs(evaluation, stages, [replace(e, backward=((),) * len(e.backward)) for e in edges])
 
 
+def test_a_rank_alone_sums_the_loss_too() -> None:
+    stages, edges, _ = chain_of([[{0: 1}], [{0: 1}]])
+    programs = project(schedule_order("1f1b", 2, 1, [frozenset({0})] * 2), stages, edges, [])
+    check_programs(programs, stages, edges)
+    with pytest.raises(ScheduleError, match="rank 0 does not sum the loss exactly once"):
+        check_programs({0: programs[0][:-1]}, stages, edges)
+
+
 @settings(max_examples=200)
 @given(pipelines().filter(lambda shares: len(shares) > 1), st.data())
 def test_a_dropped_instruction_is_always_found(shares: list[list[Shares]], data: st.DataObject) -> None:

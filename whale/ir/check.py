@@ -75,11 +75,12 @@ def check_programs(
 
     Every pair of ranks sends what the other receives, in the same order and shape; all inputs of a task have arrived
     before it; each backward follows its forward, and each free the last use; the ranks of a stage and of a bucket do
-    the same things in the same order; and no ranks wait for each other in a circle, even if every computation of a
-    stage, every message, every bucket and the sum of the loss were a rendezvous of its ranks, at which each waits for
-    the others before it does anything else. This is more than gloo needs. It holds for NCCL in each of its ways to run
-    what a rank starts: in one queue for each communicator, in one queue for all (NCCL_LAUNCH_ORDER_IMPLICIT=1), or
-    blocking the host until all ranks have come, as at the first use of a communicator.
+    the same things in the same order; each rank sums the loss once; and no ranks wait for each other in a circle, even
+    if every computation of a stage, every message, every bucket and the sum of the loss were a rendezvous of its ranks,
+    at which each waits for the others before it does anything else. This is more than gloo needs. It holds for NCCL in
+    each of its ways to run what a rank starts: in one queue for each communicator, in one queue for all
+    (NCCL_LAUNCH_ORDER_IMPLICIT=1), or blocking the host until all ranks have come, as at the first use of a
+    communicator.
 
     Args:
         programs: the instructions of each rank, all ranks of all stages.
@@ -97,6 +98,9 @@ def check_programs(
     _check_tasks(programs, stages, edges, in_flight or {}, order)
     _check_reduces(programs, reduces)
     _check_progress(_events(programs, stages, reduces))
+    for rank, program in programs.items():
+        if sum(isinstance(instruction, SumLoss) for instruction in program) != 1:
+            raise ScheduleError(f"the program of rank {rank} does not sum the loss exactly once")
 
 
 def check_edges(edges: Sequence[Edge]) -> None:
