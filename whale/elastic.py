@@ -236,7 +236,8 @@ class _Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._tell("waiting for the other machines")
         super()._rendezvous(worker_group)
-        self._shared, self._num_machines = self._store, worker_group.group_world_size or 1
+        store: Any = self._store  # while the last barrier waits on its connection, no other thread gets an answer there
+        self._shared, self._num_machines = store.clone(), worker_group.group_world_size or 1
         ranks = [worker.global_rank for worker in worker_group.workers]
         self._tell(
             f"{worker_group.group_world_size} machines with {worker_group.workers[0].world_size} ranks have met; "

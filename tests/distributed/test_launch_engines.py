@@ -236,14 +236,14 @@ raise SystemExit(int(sys.argv[2]) if rank == "1" else 0)
 """
 
 
-def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def started(folder: Path, *arguments: str, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
     """Run a command of whale in a process of its own, without what a launcher has set."""
     own = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free.getsockname()[1])}
     command = [sys.executable, "-m", "whale", *arguments]
-    return subprocess.run(command, env=own, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, env=own, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def test_all_nodes_of_a_plan_are_started_here(tmp_path: Path) -> None:
@@ -260,7 +260,8 @@ def test_a_code_that_no_restart_fixes_ends_the_job_at_once(code: int, starts: in
     (tmp_path / "where.py").write_text(WHERE)
     options = ("--on", "local", "--python", sys.executable)
     files = planned(tmp_path, PROCESSORS)
-    done = started(tmp_path, "launch", *files, *options, "--", "where.py", str(tmp_path), str(code))
+    script = ("--", "where.py", str(tmp_path), str(code))
+    done = started(tmp_path, "launch", *files, *options, *script, timeout=60)  # torch's agents wait 60 s for each other
     assert done.returncode == (code if starts == 1 else 6), done.stderr
     assert (tmp_path / "1").read_text() == "cpu-slow of 2;" * starts
     assert f"rank 1 ended with exit code {code}" in done.stderr and "Traceback" not in done.stderr
