@@ -16,7 +16,6 @@ from math import inf, isqrt
 from random import Random
 from typing import NamedTuple, TypeVar
 
-from whale.errors import InfeasibleError
 from whale.ir.units import counted
 from whale.planner.cost.memory import framework_bytes, refuse_tiny
 from whale.planner.cost.stage import CostModel
@@ -34,7 +33,7 @@ from whale.planner.search.partial_plans import (
     likely_cuts,
 )
 from whale.planner.search.partition import DeviceCountProgram, GroupedStages
-from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, SearchSettings, StageChoice
+from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, SearchSettings, StageChoice, Stopped
 from whale.planner.search.refine import disturbed, refined
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
 from whale.planner.search.replica_table import HELD
@@ -134,7 +133,7 @@ class PlanSearch(Scoreboard):
             candidates, near = (_unlike((*one, *more)) for one, more in both)
         if not candidates and self.stopped():
             spent = f"after {time.monotonic() - self.began:.3g} seconds and {counted(self.tried, 'plan')}"
-            raise InfeasibleError(f"the search was stopped before it found a plan that fits, {spent}")
+            raise Stopped(f"the search was stopped before it found a plan that fits, {spent}")
         if not candidates:
             return None
         self._tell()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from whale.errors import UsageError
+from whale.errors import InfeasibleError, UsageError
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.state import LEVELS, Align
 from whale.ir.strategy import OFFLOADS, RECOMPUTES, REDUCES, STATE_ON_HOST, Experts, Offload, Recompute, Reduce
@@ -29,6 +29,7 @@ __all__ = [
     "Progress",
     "SearchSettings",
     "StageChoice",
+    "Stopped",
 ]
 
 PRICED = ("gpipe", "1f1b")
@@ -91,6 +92,10 @@ class Point:
     memory: float
     label: str
     reason: str = ""
+
+
+class Stopped(InfeasibleError):
+    """The search was asked to stop before it had a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ from whale.planner.cost.stage import CostModel
 from whale.planner.cost.stage_cost import Memo
 from whale.planner.search.least_memory import aligned, together, with_least
 from whale.planner.search.plan_search import PlanSearch, step_seconds
-from whale.planner.search.problem import Fixed, Found, Progress, SearchSettings
+from whale.planner.search.problem import Fixed, Found, Progress, SearchSettings, Stopped
 from whale.planner.search.remedies import hosts_hold
 from whale.planner.search.simple import fastest_simple, least_simple
 from whale.planner.search.space import Chain, pools_of
@@ -171,7 +171,7 @@ class _Searches:
     began: float = field(default_factory=time.monotonic)
     last: PlanSearch = field(init=False)
     overfull: list[PlanSearch] = field(default_factory=list)
-    ended: list[InfeasibleError] = field(default_factory=list)
+    ended: list[Stopped] = field(default_factory=list)
     untried: bool = False
 
     def found(self) -> Found:
@@ -211,7 +211,7 @@ class _Searches:
     def _run(self, search: PlanSearch) -> Found | None:
         try:
             return search.run()
-        except InfeasibleError as error:  # it was stopped
+        except Stopped as error:
             self.ended.append(error)
             return None
 

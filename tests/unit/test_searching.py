@@ -21,7 +21,8 @@ from whale.ir.cluster import Cluster, Link
 from whale.ir.plan import ModelIdentity, Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.workload import Prediction, Workload
-from whale.planner.search import Found, SearchSettings, search
+from whale.planner.search import Found, Progress, SearchSettings, search
+from whale.planner.search.problem import Stopped
 from whale.planner.search.simple import simple_plans
 
 SLOW = Link(bandwidth=1e8, latency=1e-3)
@@ -130,6 +131,29 @@ def test_where_no_plan_fits_once_compiled_others_are_tried_after_the_time_limit_
     model = Model(beyond, seconds=0.35)
     with pytest.raises(UsageError, match="no time .* --time-limit. So far none of the . best .* needs .* on cpu"):
         searched(model, profile(), cluster, time_limit=time_limit)
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_a_search_that_time_ended_without_a_plan_says_which_option_gives_it_more(
+    monkeypatch: pytest.MonkeyPatch, by_user: bool
+) -> None:
+    def ended(*given: Any, progress: Callable[[Progress], None], stop: Callable[[], bool], **more: Any) -> Found:
+        progress(Progress(best_seconds=1.0, bound_seconds=0.5, tried=1, elapsed=0.0))  # fits without its host
+        assert stop()
+        raise Stopped("the search was stopped before it found a plan that fits")
+
+    monkeypatch.setattr(searching, "search", ended)
+    monkeypatch.setattr(searching, "SEARCH_SHARE", -1.0)
+    cluster = machines([card("fast")] * 2)
+    with pytest.raises(InfeasibleError if by_user else UsageError, match="was stopped" if by_user else "--time-limit"):
+        search_plans(
+            profile(),
+            cluster,
+            batch=16,
+            settings=SearchSettings(),
+            trial=Model(larger(cluster, 1.0)),
+            stop=lambda: by_user,
+        )
 
 
 def test_plans_that_processes_share_are_compiled_until_the_time_limit() -> None:

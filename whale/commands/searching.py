@@ -35,7 +35,7 @@ from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
-from whale.planner.search.problem import PRICED
+from whale.planner.search.problem import PRICED, Stopped
 from whale.planner.search.simple import simple_plans
 
 __all__ = ["Searched", "plan_pipeline", "search_plans", "settings_for", "why_slower"]
@@ -189,7 +189,15 @@ def search_plans(
 
     def searched(where: Cluster, how: SearchSettings, known: Memo | None) -> Found:
         """The plans of a search, of which the best are compiled."""
-        found = search(profile, where, batch=batch, settings=how, progress=told, stop=over, known=known, **more)
+        try:
+            found = search(profile, where, batch=batch, settings=how, progress=told, stop=over, known=known, **more)
+        except Stopped:
+            if stop():
+                raise
+            raise UsageError(
+                "nothing was found that fits on devices and hosts, and there was no time to try all that takes less "
+                "memory; use a larger --time-limit"
+            ) from None  # a plan seemed to fit, for which the search was to end
         tried.writer = replace(tried.writer, profile=profile)
         simple = partial(simple_plans, profile, where, batch=batch, settings=settings, known=known)
         for one in (found.default, found):  # what is sold without --thorough is compiled too
