@@ -171,12 +171,16 @@ def ring_call(
 
 def repetitions(key: fx.Node) -> int:
     """How often keys are repeated for the heads of a group before an attention reads them."""
+    if key.target is aten._to_copy.default and isinstance(copies := key.args[0], fx.Node):
+        return repetitions(copies)
     found = _repeated(key)
     return 1 if found is None else found[1][2]
 
 
 def _of_groups(key: fx.Node) -> fx.Node:
     """The keys that are repeated for the heads of a group: a ring passes them on once."""
+    if key.target is aten._to_copy.default and isinstance(copies := key.args[0], fx.Node):
+        return key.graph.call_function(key.target, (_of_groups(copies),), key.kwargs)
     if (found := _repeated(key)) is None:
         return key
     source, (rows, groups, _, length, width) = found

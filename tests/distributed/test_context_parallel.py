@@ -211,6 +211,31 @@ def test_four_ranks(worlds: Worlds, case: Case) -> None:
     assert max(worlds.run(4, train, case)) < 1e-12
 
 
+def in_low_precision(world: World, way: str) -> tuple[float, float]:
+    """Relative errors of the loss and of the gradients in bfloat16, against torch.autocast in one process."""
+    torch.manual_seed(0)
+    local, batch = zoo.qwen2()
+    local.float()
+    model = copy.deepcopy(local)
+    whale.annotate(model, {"": along(attention=way)})
+    parallel = whale.parallelize(model, batch, device="cpu", precision="bf16", timeout_seconds=30)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = local(**batch).loss
+    expected.backward()
+    found, gradients = parallel.train_step(**batch), parallel.full_gradients()
+    largest = max(float(x.grad.abs().max()) for x in local.parameters() if x.grad is not None)
+    errors = [float((gradients[n] - x.grad).abs().max()) for n, x in local.named_parameters() if x.grad is not None]
+    return float((found - expected).abs() / expected.abs()), max(errors) / largest
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_grouped_heads_in_low_precision(worlds: Worlds, way: str) -> None:
+    """Keys, which rotary positions turn in float32, are cast after they are repeated for the heads of a group, and
+    values before."""
+    for loss, gradients in worlds.run(2, in_low_precision, way):
+        assert loss < 2e-3 and gradients < 3e-2  # bfloat16 has eight bits
+
+
 HUGGING_FACE: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
     "gpt as a ring": (zoo.gpt2, "ring", {"speeds": (1.0, 3.0)}),
     "gpt in steps by heads": (zoo.gpt2_eager_one_layer, "ulysses", {}),

@@ -75,6 +75,21 @@ class Normed(Decoder):
         return F.cross_entropy(self.head(x), labels.flatten())
 
 
+class Listed(nn.Module):
+    """A model with two large parameters side by side, whose gradients are ready first and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(torch.randn(512, 48)) for _ in range(2))
+        self.mixes = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = F.embedding(tokens[:, :1], self.first)
+        for mix in self.mixes:
+            x = x + mix(x)
+        return F.cross_entropy((x @ self.last.T).flatten(0, 1), labels[:, :1].flatten())
+
+
 def dropping() -> Decoder:
     torch.manual_seed(0)
     return Dropping(layers=3, heads=4, width=64).double()
@@ -84,13 +99,18 @@ def unread() -> Decoder:
     return Normed(layers=2).double()
 
 
+def listed() -> nn.Module:
+    torch.manual_seed(0)
+    return Listed().double()
+
+
 def positioned() -> Decoder:
     torch.manual_seed(0)
     return Positioned(layers=2, heads=4, width=128).double()
 
 
 def build(options: dict[str, Any]) -> Any:
-    builders = {"table": positioned, "dropout": dropping, "norms": Normed, "unread": unread}
+    builders = {"listed": listed, "table": positioned, "dropout": dropping, "norms": Normed, "unread": unread}
     model = builders[options.pop("has")]() if "has" in options else decoder(layers=2, heads=4, width=64)
     return model.float() if "precision" in options else model
 
@@ -193,6 +213,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
         "adamw",
     ),
     "steps in the backward": ({"": replicate()}, {"step_in_backward": True}, "adamw"),
+    "steps in the backward of what is ready in another order": (
+        {"": replicate()},
+        {"step_in_backward": True, "micro_batches": 2, "has": "listed"},
+        "adamw",
+    ),
     "steps in the backward, optimizer states in stretches": (
         {"": replicate()},
         {"step_in_backward": True, "zero": 1, "recompute": "full"},

@@ -595,7 +595,8 @@ class _Trial:
 
     def _update(self, parameters: Sequence[Tensor]) -> None:
         """Make what an optimizer makes and drops in a step for parameters."""
-        sizes = [x.numel() * x.element_size() for x in parameters if x.grad is not None and self.live.purpose_of(x)]
+        ready = {id(x) for x in parameters if x.grad is not None and self.live.purpose_of(x)}
+        sizes = [x.numel() * x.element_size() for x in self._trained().values() if id(x) in ready]
         size = temporary_bytes(self.optimizer, sizes, processor=self.device == "cpu")
         torch.empty(size, dtype=torch.uint8, device=self.place)
 
@@ -632,22 +633,23 @@ class _Trial:
             replay.finish()
         if any(replay.failed for replay in self._replays):
             return None
-        trained: dict[str, Tensor] = {name: x for name, x in self.parameters.items() if x.requires_grad}
-        there: list[Tensor] = []
-        for held in self.units:
-            if held.unit.on_host:
-                there.extend(held.parameters.values())
-            else:
-                trained |= held.parameters
-        order = [name for name in self.compilation.local_parameters(self.rank) if name in trained]
+        there = [parameter for held in self.units if held.unit.on_host for parameter in held.parameters.values()]
         return _Found(
             at_peak=self.live.at_peak.copy(),
             after=self.live.by_purpose.copy(),
-            trained=tuple((tuple(trained[name].shape), trained[name].element_size()) for name in order),
+            trained=tuple((tuple(x.shape), x.element_size()) for x in self._trained().values()),
             on_host=tuple((tuple(parameter.shape), parameter.element_size()) for parameter in there),
             tasks=self.tasks(),
             calls=self.calls(),
         )
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The parameters on the device that an optimizer updates, in its order: the model's."""
+        trained: dict[str, Tensor] = {name: x for name, x in self.parameters.items() if x.requires_grad}
+        for held in self.units:
+            if not held.unit.on_host:
+                trained |= held.parameters
+        return {name: trained[name] for name in self.compilation.local_parameters(self.rank) if name in trained}
 
     def tasks(self) -> dict[int, TaskBytes]:
         """Memory of the tasks of each stage: the maximum over micro-batches."""

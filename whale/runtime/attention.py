@@ -131,7 +131,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of rows to some of their columns, and the logarithm of the sum of the weights of each row, which is the
     least number where it has none."""
-    key, value = _repeated(query, key, value)
+    key, value = _repeated(query, key), _repeated(query, value)
     if mask is not None and mask.requires_grad:
         mask = mask.detach()
     if _on_processor(query, value):
@@ -169,8 +169,7 @@ def attend_back(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of a block's queries, keys and values, and of its mask if asked; *result* and *sums* are those of the
     rows over all columns."""
-    groups = key.shape
-    keys, values = _repeated(query, key, value)
+    keys, values = _repeated(query, key), _repeated(query, value)
     of_bias: Tensor | None = None
     if _on_processor(query, value) and not of_mask:
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
@@ -199,8 +198,7 @@ def attend_back(
             if of_bias is not None:
                 place = of_bias if of_bias.shape[-2] == 1 else cut(of_bias, rows)
                 place.add_(of_scores.sum_to_size(place.shape))
-    of_key, of_value = (_summed(x, groups) for x in found[1:3])
-    return found[0], of_key, of_value, of_bias
+    return found[0], _summed(found[1], key.shape), _summed(found[2], value.shape), of_bias
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
@@ -266,12 +264,11 @@ def _scores(
     return scores
 
 
-def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values for each head."""
-    if query.dim() < 4 or query.shape[-3] == key.shape[-3]:
-        return key, value
-    times = query.shape[-3] // key.shape[-3]
-    return key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+def _repeated(query: Tensor, given: Tensor) -> Tensor:
+    """Keys or values for each head."""
+    if query.dim() < 4 or query.shape[-3] == given.shape[-3]:
+        return given
+    return given.repeat_interleave(query.shape[-3] // given.shape[-3], -3)
 
 
 def _summed(grad: Tensor, shape: Sequence[int]) -> Tensor:
