@@ -31,7 +31,7 @@ FOLDER = "WHALE_TESTS_GRAPHS"
 
 @contextmanager
 def kept(key: Hashable) -> Iterator[Kept]:
-    """What the processes of this run keep for a key, while no other one looks at it.
+    """Context with the graph that the processes of this run keep for a key, while no other one looks at it.
 
     A key that another process has found to have no bytes is left at once.
     """
@@ -100,8 +100,8 @@ class _Pickler(pickle.Pickler):
             return _new_fake, (x.fake_mode, *layout, x.dtype, x.device, isinstance(x, nn.Parameter), x.requires_grad)
         if isinstance(x, OpOverload):
             return _overload, (x._schema.name, x._overloadname)
-        if isinstance(x, (OperatorBase, OpOverloadPacket)):
-            return _named, (str(x),) if isinstance(x, OpOverloadPacket) else (f"{x.namespace}.{x.name()}",)
+        if isinstance(x, (HigherOrderOperator, OpOverloadPacket)):
+            return _named, (str(x) if isinstance(x, OpOverloadPacket) else f"{x.namespace}.{x.name()}",)
         return NotImplemented
 
 

@@ -168,7 +168,7 @@ def captured_once(model: nn.Module, batch: Any, **options: Any) -> Captured:
     return graph
 
 
-_USERS = whale.api, whale.compile.builder
+_USERS: tuple[Any, ...] = (whale.api, whale.compile.builder)
 
 
 @contextmanager
