@@ -1,13 +1,20 @@
 """Test set-up of the whole repository: the folders behind the symlinks are collected once, under their right names.
 
-Hypothesis keeps no clock: how fast examples are drawn says something of the machine, not of the code.
+Hypothesis keeps no clock: how fast examples are drawn says something of the machine, not of the code. The processes of
+a run have a folder for the graphs of models, which they capture once.
 """
 
 import gc
 import importlib.util
 import logging
+import os
+import shutil
+import tempfile
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.distributed.kept_graphs import FOLDER
 
 collect_ignore = ["planner", "strategies"]
 if importlib.util.find_spec("triton") is None:
@@ -15,6 +22,13 @@ if importlib.util.find_spec("triton") is None:
 
 settings.register_profile("whale", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("whale")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder of this run's graphs, in the process that starts the others."""
+    if FOLDER not in os.environ:
+        folder = os.environ[FOLDER] = tempfile.mkdtemp(prefix="whale-graphs-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_finish() -> None:

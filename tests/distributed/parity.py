@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import whale
 from tests.distributed.harness import Ranks
-from tests.distributed.traces import shared
-from whale.graph.capture import Captured, _Loss, batch_leaves, capture
+from tests.distributed.traces import captured_once, shared
+from whale.graph.capture import Captured, _Loss, batch_leaves
 from whale.ir.cluster import Cluster, DeviceType
 from whale.runtime.launch import World
 
@@ -161,7 +161,7 @@ def local_step(model: nn.Module, batch: Any, setup: Setup) -> Local:
     model = copy.deepcopy(model)
     leaves = {k: v.clone() if isinstance(v, Tensor) else v for k, v in batch_leaves(batch).items()}
     if setup.promote:
-        loss = run_captured(capture(model, batch, promote=True), model, leaves)
+        loss = run_captured(captured_once(model, batch, promote=True), model, leaves)
     else:
         loss = _Loss(model, list(leaves), setup.loss_fn)(*leaves.values())
     loss.backward()

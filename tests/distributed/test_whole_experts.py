@@ -15,8 +15,8 @@ import whale
 from tests.distributed import zoo
 from tests.distributed.parity import BOUND, Setup, Worlds, check, run_captured
 from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.traces import captured_once
 from whale import replicate, split, stage
-from whale.graph.capture import capture
 from whale.runtime.launch import World
 
 WHOLE = split(experts="whole")
@@ -134,7 +134,9 @@ def curves(world: World, options: dict[str, Any]) -> tuple[list[float], list[flo
     torch.manual_seed(0)
     model, batch = moe("olmoe", experts=5)
     local = copy.deepcopy(model)
-    captured = capture(local, batch, promote=True)  # a norm and the logits are computed in float32 by the model itself
+    captured = captured_once(
+        local, batch, promote=True
+    )  # a norm and the logits are computed in float32 by the model itself
     whale.annotate(model, BY_EXPERT)
     parallel = whale.parallelize(model, batch, device="cpu", promote_casts=True, **options)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (parallel, local)]

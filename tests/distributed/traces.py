@@ -7,11 +7,14 @@ a mode of torch's.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +22,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import whale.api
+import whale.compile.builder
+from tests.distributed.kept_graphs import dumps, kept, loads
 from whale.annotations import module_scopes
+from whale.compile import trace as trace_module
 from whale.compile.trace import Traced, trace
-from whale.graph.capture import batch_leaves
+from whale.graph.capture import Captured, batch_leaves, capture
 
-__all__ = ["shared", "traced_once"]
+__all__ = ["captured_once", "shared", "traced_once"]
 
 _traces: dict[Hashable, Traced] = {}
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "_whale_scopes"}
@@ -46,7 +52,7 @@ def _key(x: Any) -> Hashable:
     if isinstance(x, (tuple, list)):
         return type(x), tuple(map(_key, x))
     if isinstance(x, (set, frozenset)):
-        return type(x), frozenset(map(_key, x))
+        return type(x), tuple(sorted(map(_key, x), key=repr))
     if isinstance(x, _Of):
         return _key_of_model(x.model)
     if isinstance(x, Mapping):
@@ -57,7 +63,7 @@ def _key(x: Any) -> Hashable:
         return type(x), x.to_json_string(use_diff=False), getattr(x, "_attn_implementation", "")
     name = getattr(x, "__name__", "")
     if callable(x) and getattr(sys.modules.get(getattr(x, "__module__", "")), name, None) is x:
-        return getattr(x, "__module__", ""), name
+        return getattr(x, "__module__", ""), name, _source(x)
     raise _Unlike(x)
 
 
@@ -68,6 +74,7 @@ def _key_of_model(model: nn.Module) -> Hashable:
         kind = type(module)
         if "<" in kind.__qualname__ or kind.__module__ == "__main__":
             raise _Unlike(module)
+        source = _source(*(x for x in vars(kind).values() if hasattr(x, "__code__")))
         attributes = {name: x for name, x in vars(module).items() if name not in _OWN}
         if any(isinstance(x, Tensor) or (x and name.endswith("_hooks")) for name, x in attributes.items()):
             raise _Unlike(module)  # a tensor that is no buffer is a constant of the graph, by its values
@@ -76,31 +83,101 @@ def _key_of_model(model: nn.Module) -> Hashable:
             tied = None if x is None else tensors.setdefault(id(x), f"{path}.{name}")
             found.append((name, tied, _key(x)))
         plain = tuple((name, _key(x)) for name, x in attributes.items() if not name.endswith("_hooks"))
-        found.append((path, kind, module.training, plain))
+        found.append((path, kind, source, module.training, plain))
     return tuple(found)
+
+
+@cache
+def _source(*of: Any) -> str:
+    """A hash of the files of functions; files of one name may differ."""
+    names = {code.co_filename for x in of if (code := getattr(x, "__code__", None)) is not None}
+    files = (Path(name) for name in sorted(names))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists())).hexdigest()
+
+
+def _key_of_call(model: nn.Module, batch: Any, options: Mapping[str, Any]) -> Hashable:
+    """All that a trace depends on, besides annotations of modules; None where it cannot be compared."""
+    modes = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        return None if _get_current_dispatch_mode_stack() else _key((_Of(model), batch_leaves(batch), options, modes))
+    except _Unlike:
+        return None
 
 
 def traced_once(model: nn.Module, batch: Any, **options: Any) -> Traced:
     """Trace a model as `whale.compile.trace.trace`, where this process has not traced such a one yet."""
-    try:
-        modes = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.get_default_dtype()
-        key = None if _get_current_dispatch_mode_stack() else _key((_Of(model), batch_leaves(batch), options, modes))
-    except _Unlike:
-        key = None
-    if key is None or key not in _traces:
-        found = trace(model, batch, **options)
-        again = found.stages(module_scopes(model))
-        if key is not None and (again.stages, again.scopes) == (found.annotated.stages, found.annotated.scopes):
-            _traces[key] = found  # all its annotations are marks of modules
+    key = _key_of_call(model, batch, options)
+    if key is None:
+        return trace(model, batch, **options)
+    scopes = module_scopes(model)
+    if key not in _traces:
+        with kept(key) as file:
+            found, text = _traced(model, batch, options, file.graph)
+            again = found.stages(scopes)
+            if text is not None and (again.stages, again.scopes) != (found.annotated.stages, found.annotated.scopes):
+                file.write(b"")  # not all its annotations are marks of modules
+                return found
+            if text is not None:
+                file.write(text)
+        _traces[key] = found
+    return replace(_traces[key], annotated=_traces[key].stages(scopes))
+
+
+def _traced(
+    model: nn.Module, batch: Any, options: Mapping[str, Any], graph: Captured | None
+) -> tuple[Traced, bytes | None]:
+    """A trace, from this graph if there is one, and the bytes of its graph if there was none."""
+    text: bytes | None = None
+
+    def captured(*arguments: Any, **settings: Any) -> Captured:
+        nonlocal text
+        if graph is not None:
+            return graph
+        found = capture(*arguments, **settings)
+        text = _bytes(found)
         return found
-    return replace(_traces[key], annotated=_traces[key].stages(module_scopes(model)))
+
+    before = trace_module.capture
+    trace_module.capture = captured
+    try:
+        return trace(model, batch, **options), text
+    finally:
+        trace_module.capture = before
+
+
+def _bytes(captured: Captured) -> bytes:
+    """A graph's bytes; none where it holds what has none."""
+    try:
+        text = dumps(captured)
+        loads(text)
+    except Exception:
+        return b""
+    return text
+
+
+def captured_once(model: nn.Module, batch: Any, **options: Any) -> Captured:
+    """Capture a model as `whale.graph.capture.capture`, where no process of this run has captured such a one yet."""
+    key = _key_of_call(model, batch, options)
+    if key is None:
+        return capture(model, batch, **options)
+    with kept(("captured", key, repr(module_scopes(model)))) as file:
+        graph = file.graph
+        if graph is None:
+            graph = capture(model, batch, **options)
+            file.write(_bytes(graph))
+    return graph
+
+
+_USERS: tuple[Any, ...] = (whale.api, whale.compile.builder)
 
 
 @contextmanager
 def shared() -> Iterator[None]:
-    """Context in which steps are built from traces that this process has."""
-    whale.api.trace = traced_once
+    """Context in which steps are built from traces that this process has, of graphs that this run has."""
+    for module in _USERS:
+        module.trace = traced_once
     try:
         yield
     finally:
-        whale.api.trace = trace
+        for module in _USERS:
+            module.trace = trace

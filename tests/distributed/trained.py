@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClas
 
 import whale
 from tests.distributed.parity import cluster_of
+from tests.distributed.traces import captured_once
 from tests.small_models import decoder, tokens
 from whale.cli.model_loader import load_model
-from whale.graph.capture import capture
 
 __all__ = ["BOUND", "LAYOUTS", "MODELS", "Layout", "Training", "built", "halves", "trained", "training_errors"]
 
@@ -150,7 +150,7 @@ def trained(model: Any, step: Callable[[], Tensor]) -> list[float]:
 def _local(name: str) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and parameters of the local model."""
     model, batch = built(name)
-    captured = capture(model, batch, promote=True)
+    captured = captured_once(model, batch, promote=True)
     tensors: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
     names = {**captured.parameters, **captured.buffers, **{n: n for n in captured.constants}}
     placeholders = [node.name for node in captured.graph.nodes if node.op == "placeholder"]

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import whale
 from whale.annotations import module_scopes
-from whale.cli.model_loader import load_model
 from whale.compile.assembly import assemble
 from whale.compile.communicators import PURPOSES, Communicator, communicators, message_ranks, start_up
 from whale.compile.compilation import Compilation
@@ -40,7 +40,7 @@ from whale.strategies.derivatives import with_derivatives
 from whale.strategies.dry_run import WithoutData, dry_run
 
 LAYERS, ROWS, LENGTH = 4, 24, 8
-SIZES: dict[str, object] = {"layers": LAYERS, "hidden": 16, "heads": 2, "seq": LENGTH, "vocab": 32, "dropout": 0.0}
+WIDTH, WORDS = 16, 32
 SCHEDULES = ("gpipe", "1f1b", "1f1b_deep", "zero_bubble", "zero_bubble_2p", "greedy")
 
 Event = tuple[Hashable, tuple[int, ...]]
@@ -78,12 +78,38 @@ ALL_NESTINGS = NESTINGS | {
 """Nestings of the order's proofs, and others without pipelines."""
 
 
+class Layer(nn.Module):
+    """A feed-forward layer: its order of communication is that of larger ones, with fewer operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Layers between two tables of words, which may be one."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 @cache
 def traced(tied: bool) -> tuple[nn.Module, Traced]:
-    model = load_model("examples/models/gpt.py:gpt", SIZES, device="meta").model
-    if not tied:
-        head = model.get_submodule("head")
-        head.weight = nn.Parameter(torch.empty_like(head.get_parameter("weight")))
+    with torch.device("meta"):
+        model = Stack(tied)
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
     return model, trace(model, {"tokens": tokens, "labels": tokens}, device="cpu", training=True)
 
