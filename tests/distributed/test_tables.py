@@ -18,6 +18,9 @@ import whale
 from tests.distributed.parity import Worlds, cluster_of
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import refusal
+from whale.commands.automatic import search_inputs
+from whale.commands.candidates import CandidateCompiler
+from whale.commands.tables import placed_choices
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.optim import RowWiseAdagrad
 from whale.runtime.launch import World
@@ -353,3 +356,29 @@ def test_tables_are_placed_wherever_the_forward_looks_them_up(worlds: Worlds) ->
     for error, cut in worlds.run(2, placed, 1 << 20, BottomFirst):
         assert error < 1e-12
         assert cut == 1
+
+
+def searched(world: World) -> tuple[float, int]:
+    """The error of a model under a plan of the search with its tables in places, and the stages of tables."""
+    machines = Cluster.of(
+        [
+            ("node", DeviceType.of(f"cpu-{n}", speed={"float32": 1e9}, memory_bytes=1 << 20, memory_bandwidth=1e9))
+            for n in range(2)
+        ],
+        intra=Link(bandwidth=1e9, latency=1e-5),
+    )
+    local = BottomFirst().double()
+    trial = CandidateCompiler(copy.deepcopy(local).to("meta"), batch(), name="clicks")
+    profile = search_inputs(trial, batch(), machines, scopes={}).profile
+    plan = next(placed_choices(trial, profile, machines, batch=10)).plan
+    made: Any = whale.parallelize(copy.deepcopy(local), batch(), device="cpu", cluster=machines, plan=plan)
+    steps(local, "RowWiseAdagrad", local_step(local)), steps(made, "RowWiseAdagrad", made.train_step)
+    state = made.full_state_dict()
+    error = max(float((state[name] - value).abs().max()) for name, value in local.state_dict().items())
+    return error, sum(len(stage.ranks) == 1 for stage in plan.stages)
+
+
+def test_plans_of_the_search_with_tables_in_places_train_as_the_local_model(worlds: Worlds) -> None:
+    for error, placed_alone in worlds.run(2, searched):
+        assert error < 1e-12
+        assert placed_alone >= 2
