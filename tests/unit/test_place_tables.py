@@ -92,6 +92,19 @@ def test_a_table_too_large_for_any_device_is_cut_by_columns_else_by_rows() -> No
     assert (placed(4), placed(3)) == ("columns", "rows")
 
 
+def test_hot_tables_have_replicas_where_their_gradients_are_smaller_than_their_vectors() -> None:
+    with torch.device("meta"):
+        model = Tables(20_000_000, 20_000_000, 50, 9)
+    batch = torch.zeros(8192, 4, 8, dtype=torch.long)
+    found = placed_tables(model, batch, cluster(16, 16))
+    places = found.places.places
+    assert [places[f"tables.{number}"].way for number in (2, 3)] == ["replicas", "replicas"]
+    assert {places[f"tables.{number}"].ranks for number in (0, 1)} == {(0,), (1,)}
+    assert set(found.annotations) == {"", "tables.[0]", "tables.[1]"}
+    few = placed_tables(model, batch[:2], cluster(16, 16)).places.places
+    assert few["tables.2"].way == "whole"  # vectors of two rows are smaller
+
+
 def test_tables_that_do_not_fit_are_refused_with_what_is_left() -> None:
     devices = [TableDevice(name=n, memory_bytes=GIB, seconds=0, share=0.5, seconds_per_byte=1) for n in "ab"]
     table = Table(name="t", rows=9, columns=2, bytes=3 * GIB, seconds=(1, 1), fixed=(0, 0), sent_bytes=1)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from os import PathLike
 from typing import Any
@@ -57,7 +58,7 @@ def place_tables(
     optimizer: Optimizer = "adamw",
 ) -> dict[str, list[Annotation]]:
     """Annotations that place a model's embedding tables, for `annotate`: each whole on one device, or cut by columns or
-    rows over several, and the rest of the model in replicas on all.
+    rows over several, and the rest of the model in replicas on all, with hot tables of few rows.
 
     Places are chosen by the cost model, so that the slowest device is fast and all of them fit in memory. Equal
     arguments give equal places on every rank.
@@ -247,9 +248,8 @@ def _said(places: TablePlaces, types: Sequence[str]) -> str:
     'tables placed on 2 T4 (2 whole, 1 by rows), the rest in 2 replicas'
     """
     ways = Counter(place.way for place in places.places.values())
-    cuts = [
-        f"{ways[way]} {'whole' if way == 'whole' else f'by {way}'}" for way in ("whole", "columns", "rows") if ways[way]
-    ]
+    words = {"whole": "whole", "columns": "by columns", "rows": "by rows", "replicas": "in replicas"}
+    cuts = [f"{ways[way]} {text}" for way, text in words.items() if ways[way]]
     shown = " + ".join(f"{count} {name}" for name, count in Counter(types).items())
     return f"tables placed on {shown} ({', '.join(cuts)}), the rest in {counted(len(types), 'replica')}"
 
@@ -333,13 +333,29 @@ class _Prices:
             seconds=tuple(self._time(kind, self.cluster.devices[rank].type) for rank in self.ranks),
             fixed=tuple(self._time(indices, self.cluster.devices[rank].type) + joined for rank in self.ranks),
             sent_bytes=found.sent * size,
+            of_replicas=self._of_replicas(kind, found, rows, columns),
+        )
+
+    def _of_replicas(self, kind: LayerKind, found: _Found, rows: int, columns: int) -> tuple[float, ...]:
+        """Seconds of each device that looks its share of the batch up in a replica: all sum the gradients, and each
+        updates what any has looked up."""
+        size, shares = self.precision.element_bytes, self.shares
+        if found.sparse:
+            most = min(rows, found.lookups * max(shares))
+            how, summed = "all_gather", len(shares) * most * (columns * size + INDEX_BYTES)
+        else:
+            how, summed = "all_reduce", rows * columns * size
+        together = collective(self.topology, how, self.ranks, summed).seconds  # type: ignore[arg-type]
+        return tuple(
+            self._time(kind, self.cluster.devices[rank].type, share) + together
+            for rank, share in zip(self.ranks, shares, strict=True)
         )
 
     def _kind(self, found: _Found, elements: int, columns: int) -> LayerKind:
         """A table as a layer: look-ups read rows and write vectors, their backward does the reverse; an optimizer goes
-        over what has a gradient."""
-        looked_up = Amount(elements=Affine(found.lookups * columns, 0))
-        vectors = Amount(elements=Affine(found.sent, 0))
+        over what has a gradient. Its row is the whole batch."""
+        looked_up = Amount(elements=Affine(0, found.lookups * columns))
+        vectors = Amount(elements=Affine(0, found.sent))
         touched = min(elements, found.lookups * columns) if found.sparse else elements
         made = Amount(elements=Affine(touched, 0))
         forward = Kernel(name="aten.embedding", kind="memory", read=looked_up, written=vectors)
@@ -347,12 +363,19 @@ class _Prices:
         variant = LayerVariant(tensor_degree=1, forward=(forward,), backward=(backward,), parameters=touched)
         return LayerKind(name=found.path, variants=(variant,), output=vectors)
 
-    def _time(self, kind: LayerKind, type_: Any) -> float:
-        key = (kind.name, type_.name)
+    def _time(self, kind: LayerKind, type_: Any, part: float = 1.0) -> float:
+        """Seconds of a device that looks a part of the batch up and updates what all of it does."""
+        key = (kind.name, type_.name, part)
         if key not in self._seconds:
-            own = layer_seconds(kind, type_, rows=1, precision=self.precision, optimizer=self.optimizer)
+            own = layer_seconds(kind, type_, rows=part, precision=self.precision, optimizer=self.optimizer)
             self._seconds[key] = own.forward + own.backward + own.update
         return self._seconds[key]
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """The part of the batch that each device has of the dense part, by its speed."""
+        speeds = [self.cluster.devices[rank].type.speed(self.traced.dtype) for rank in self.ranks]
+        return [speed / sum(speeds) for speed in speeds]
 
     def devices(self, tables: set[fx.Node]) -> Iterator[TableDevice]:
         """The devices, each with a replica of all that is no table for rows by its speed."""
@@ -364,16 +387,15 @@ class _Prices:
         )
         state = run_state_bytes(dense, precision=self.precision, states=costs_of(self.optimizer).states).total
         own, ranks = [cluster.devices[rank] for rank in self.ranks], self.ranks
-        speeds = [device.type.speed(self.traced.dtype) for device in own]
         size = 2**20 * len(ranks)
         sent = size * (len(ranks) - 1) / len(ranks)
         pace = collective(self.topology, "all_to_all", ranks, size).transfer / sent if len(ranks) > 1 else 0.0
-        for device, speed in zip(own, speeds, strict=True):
+        for device, share in zip(own, self.shares, strict=True):
             yield TableDevice(
                 name=device.name,
                 memory_bytes=ROOM * (device.type.memory_bytes - framework_bytes(device.type, len(ranks))) - state,
                 seconds=0.0,
-                share=speed / sum(speeds),
+                share=share,
                 seconds_per_byte=pace,
             )
 
@@ -387,9 +409,12 @@ def _of_indices(found: _Found) -> LayerKind:
 
 
 def _annotations(places: TablePlaces, ranks: Sequence[int]) -> dict[str, list[Annotation]]:
-    """A stage for the tables in each place, and the rest of the model in replicas on all of these ranks."""
+    """A stage for the tables in each place, and the rest of the model, with the tables of replicas, in replicas on all
+    of these ranks."""
     together: dict[tuple[str, TablePlace], list[str]] = {}
     for path, place in places.places.items():
+        if place.way == "replicas":
+            continue
         parent, _, name = path.rpartition(".")
         together.setdefault((parent if name.isdigit() else path, place), []).append(name)
     found: dict[str, list[Annotation]] = {"": [on_devices(ranks), stage(len(ranks)), replicate()]}
