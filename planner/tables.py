@@ -25,7 +25,7 @@ import numpy.typing as npt
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.units import bytes_text
 
-__all__ = ["Table", "TableDevice", "TablePlace", "TablePlaces", "cheapest_places"]
+__all__ = ["Table", "TableDevice", "TablePlace", "TablePlaces", "Way", "cheapest_places"]
 
 Way = Literal["whole", "columns", "rows", "replicas"]
 

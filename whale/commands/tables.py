@@ -39,7 +39,7 @@ from whale.planner.cost.precision import precision_named
 from whale.planner.network.communication import collective
 from whale.planner.network.topology import Topology
 from whale.planner.search import Candidate, StageChoice
-from whale.planner.tables import Table, TableDevice, TablePlace, TablePlaces, cheapest_places
+from whale.planner.tables import Table, TableDevice, TablePlace, TablePlaces, Way, cheapest_places
 from whale.predict.layer_parts import stage_layers
 
 __all__ = ["PlacedTables", "place_tables", "placed_choices", "placed_tables"]
@@ -248,7 +248,7 @@ def _said(places: TablePlaces, types: Sequence[str]) -> str:
     'tables placed on 2 T4 (2 whole, 1 by rows), the rest in 2 replicas'
     """
     ways = Counter(place.way for place in places.places.values())
-    words = {"whole": "whole", "columns": "by columns", "rows": "by rows", "replicas": "in replicas"}
+    words: dict[Way, str] = {"whole": "whole", "columns": "by columns", "rows": "by rows", "replicas": "in replicas"}
     cuts = [f"{ways[way]} {text}" for way, text in words.items() if ways[way]]
     shown = " + ".join(f"{count} {name}" for name, count in Counter(types).items())
     return f"tables placed on {shown} ({', '.join(cuts)}), the rest in {counted(len(types), 'replica')}"
