@@ -8,6 +8,10 @@ sides alternate in the same processes. Sides: DDP with dense gradients (Adagrad 
 gloo sums; Whale with replicas of all tables, with every table cut over both ranks (``split``), and with tables placed
 by ``whale.place_tables``. Where gradients are sparse, ``whale.optim.RowWiseAdagrad`` updates the rows of all sides. The
 parameters of all sparse sides are compared after the last step.
+
+Where torchrec is installed (``pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics``
+for torch 2.13, with what these import), it is one more side: tables cut as its planner says, updated inside of its
+kernels, ``EXACT_ROWWISE_ADAGRAD`` of FBGEMM.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import copy
 import statistics
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +76,8 @@ def main() -> None:
         ),
         "whale, place_tables": of_whale(models, "placed", lambda model: whale.place_tables(model, batch(0), 2)),
     }
+    if find_spec("torchrec") is not None:
+        steps["torchrec, its sharder and planner"] = of_torchrec(models)
     seconds = in_turns(steps, options.repeats)
     states = {name: state(model) for name, model in models.items() if name != "dense"}
     errors = {name: max(float((own[k] - states["sparse"][k]).abs().max()) for k in own) for name, own in states.items()}
@@ -126,6 +133,87 @@ def of_whale(models: dict[str, Any], name: str, annotations: Callable[[nn.Module
     parallel: Any = whale.parallelize(model, batch(0), device="cpu")
     models[name] = parallel
     return trained(parallel, True, lambda given: parallel.train_step(**given))
+
+
+class Recorded(nn.Module):
+    """The same model of torchrec's modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+        tables = [
+            EmbeddingBagConfig(name=f"t{i}", embedding_dim=DIM, num_embeddings=rows, feature_names=[f"f{i}"])
+            for i, rows in enumerate(ROWS)
+        ]
+        self.tables, self.dense = EmbeddingBagCollection(tables, device=torch.device("meta")), made(True).dense
+
+    def forward(self, numbers: torch.Tensor, ids: Any, clicked: torch.Tensor) -> torch.Tensor:
+        found = self.tables(ids)
+        return self.dense(numbers, [found[f"f{i}"] for i in range(len(ROWS))], clicked)
+
+
+def of_torchrec(models: dict[str, Any]) -> Callable[[], None]:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torchrec import KeyedJaggedTensor
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    model, half, rank = Recorded(), BATCH // 2, dist.get_rank()
+    _apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), {"lr": 0.05, "eps": 1e-10})
+    planner = EmbeddingShardingPlanner(topology=Topology(world_size=2, compute_device="cpu"), batch_size=half)
+    sharders: Any = [EmbeddingBagCollectionSharder()]
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    parallel = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    start = made(True).state_dict()
+    for i in range(len(ROWS)):
+        for part, (first, column) in parts_of(parallel, i):
+            whole = start[f"tables.{i}.weight"]
+            part.copy_(whole[first : first + part.shape[0], column : column + part.shape[1]])
+    models["torchrec"] = Gathered(parallel)
+    dense, count = torch.optim.SGD(parallel.module.dense.parameters(), lr=0.05), 0
+    keys, lengths = [f"f{i}" for i in range(len(ROWS))], torch.full((len(ROWS) * half,), SEVERAL)
+
+    def run() -> None:
+        nonlocal count
+        given = {k: v[half * rank :][:half] for k, v in batch(count).items()}
+        ids = KeyedJaggedTensor(keys, given["ids"].transpose(0, 1).reshape(-1), lengths=lengths)
+        count += 1
+        parallel(given["numbers"], ids, given["clicked"]).backward()
+        dense.step()
+        dense.zero_grad()
+
+    return run
+
+
+def parts_of(parallel: Any, table: int) -> list[tuple[torch.Tensor, tuple[int, int]]]:
+    """This rank's parts of a table of torchrec, each with its first row and column."""
+    held = parallel.state_dict()[f"tables.embedding_bags.t{table}.weight"]
+    if not hasattr(held, "local_shards"):
+        return [(held, (0, 0))]
+    return [(one.tensor, tuple(one.metadata.shard_offsets)) for one in held.local_shards()]
+
+
+class Gathered:
+    """The whole parameters of a model of torchrec, under the names of the local one's."""
+
+    def __init__(self, parallel: Any) -> None:
+        self.parallel = parallel
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        found = {k: v for k, v in self.parallel.state_dict().items() if k.startswith("dense")}
+        for i, rows in enumerate(ROWS):
+            whole, times = torch.zeros(rows, DIM), torch.zeros(rows, DIM)
+            for part, (first, column) in parts_of(self.parallel, i):
+                place = slice(first, first + part.shape[0]), slice(column, column + part.shape[1])
+                whole[place] += part
+                times[place] += 1
+            dist.all_reduce(whole)
+            dist.all_reduce(times)
+            found[f"tables.{i}.weight"] = whole / times
+        return found
 
 
 def state(model: Any) -> dict[str, torch.Tensor]:

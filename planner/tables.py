@@ -4,7 +4,8 @@ Objective: the least time of the slowest device, which looks up the rows of its 
 vectors to the devices whose rows of the batch they are, and receives those of others; gradients go back the same way.
 Constraint: every device fits in memory. A table is *whole* on one device; cut by *columns*, so that each device looks
 up a part of every vector; or cut by *rows*, so that each has a term of every vector, and all send whole vectors. Cuts
-are even.
+are even. Or it is hot, with few rows for what is looked up of it: then all devices have *replicas*, look their own rows
+of the batch up, and exchange gradients in place of vectors.
 
 Tables are placed one after the other, the dearest first, each where the slowest device is then the fastest. After that
 single tables are placed otherwise, and pairs exchanged, while that helps. It is a heuristic; a test compares it with
@@ -24,9 +25,9 @@ import numpy.typing as npt
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.units import bytes_text
 
-__all__ = ["Table", "TableDevice", "TablePlace", "TablePlaces", "cheapest_places"]
+__all__ = ["Table", "TableDevice", "TablePlace", "TablePlaces", "Way", "cheapest_places"]
 
-Way = Literal["whole", "columns", "rows"]
+Way = Literal["whole", "columns", "rows", "replicas"]
 
 MOST_ROUNDS = 20
 """Limit on rounds over all tables; each must improve."""
@@ -50,6 +51,7 @@ class Table:
         fixed: seconds besides on each device that has a part of it, where it is cut: each reads all indices, and they
             add up what optimizers need of whole rows.
         sent_bytes: of its vectors for the whole batch.
+        of_replicas: seconds on each device if all have it, with the sum of its gradients; none if they cannot.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Table:
     seconds: tuple[float, ...]
     fixed: tuple[float, ...]
     sent_bytes: float
+    of_replicas: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class TableDevice:
 
 
 class TablePlace(NamedTuple):
-    """The place of a table: whole on one rank, or cut evenly among several."""
+    """The place of a table: whole on one rank, cut evenly among several, or replicas on all."""
 
     way: Way
     ranks: tuple[int, ...]
@@ -161,6 +164,10 @@ class _Search:
         key = (number, place)
         if key not in self._loads:
             table, ranks = self.tables[number], list(place.ranks)
+            if place.way == "replicas":
+                nothing, each = np.zeros(len(self.devices)), np.full(len(self.devices), table.bytes)
+                self._loads[key] = _Load(np.array(table.of_replicas), each, nothing, nothing)
+                return self._loads[key]
             part = np.zeros(len(self.devices))
             part[ranks] = 1.0 / len(ranks)
             sends = (part > 0).astype(float) if place.way == "rows" else part
@@ -184,6 +191,8 @@ class _Search:
         """Places of a table beside others, that fit."""
         table, count = self.tables[number], len(self.devices)
         found = [TablePlace("whole", (rank,)) for rank in range(count)]
+        if table.of_replicas and count > 1:
+            found.append(TablePlace("replicas", tuple(range(count))))
         free = self.memory - load.bytes
         seconds = self._seconds(load)
         for by in (np.argsort(seconds, kind="stable"), np.argsort(-free, kind="stable")):
@@ -251,7 +260,8 @@ class _Search:
     def _can(self, number: int, place: TablePlace) -> bool:
         """Whether a table can be cut so."""
         table, size = self.tables[number], len(place.ranks)
-        return {"whole": True, "columns": table.columns % size == 0, "rows": table.rows >= size}[place.way]
+        ways = {"columns": table.columns % size == 0, "rows": table.rows >= size, "replicas": bool(table.of_replicas)}
+        return ways.get(place.way, True)
 
 
 def _is_better(one: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 
 from whale.errors import UsageError
 from whale.graph.capture_checks import is_checkpointed
-from whale.graph.values import Value, needs_grad, operands, value_tensor
+from whale.graph.values import Value, has_sparse_gradient, needs_grad, operands, value_shape, value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.profile import (
     CAST_OF_PARAMETER,
@@ -28,6 +28,7 @@ from whale.ir.profile import (
     LayerVariant,
     RuleCosts,
     Saved,
+    SparseParameter,
 )
 from whale.ir.strategy import EXPERTS, RECOMPUTES, Experts, Recompute
 from whale.runtime.random import RNGPosition
@@ -249,10 +250,23 @@ class KindCosts:
             largest=max(sizes, default=0),
             factored=sum(_factored(shape) for shape in shapes),
             sizes=sizes,
+            sparse=self._sparse(stage),
             rules=rules,
             received_share=received_share,
             sent_share=sent_share,
         )
+
+    def _sparse(self, stage: PlacedStage) -> tuple[SparseParameter, ...]:
+        """The parameters with sparse gradients, with the elements that look-ups read. A device of a group looks all
+        indices up in its part; those of other parts of the rows are counted too."""
+        found, first = [], next(iter(self.models.values()))
+        for value, placements in stage.stored.items():
+            if value[0].name in first.captured.parameters and has_sparse_gradient(value):
+                shape = stage.layout.local_shape(value, placements, (0, *stage.mesh.coordinates(0)))
+                lookups = sum(prod(value_shape(operands(reader)[1])) for reader in value[0].users)
+                touched = Affine(0, lookups * prod(shape[1:]) / sum(first.rows))
+                found.append(SparseParameter(elements=prod(shape), rows=shape[0], touched=touched))
+        return tuple(found)
 
     def _rows_alike(self, runs: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:
         if len({len(run) for run in runs}) > 1:

@@ -365,7 +365,8 @@ class RowWiseAdagrad(Optimizer):
             p.add_(step, alpha=-float(group["lr"]))
         else:  # each row is there once
             sums[rows.numbers] = own
-            p.index_add_(0, rows.numbers, step, alpha=-float(group["lr"]))
+            updated = p.index_select(0, rows.numbers).add_(step, alpha=-float(group["lr"]))
+            p.index_copy_(0, rows.numbers, updated)  # the same bits as index_add_, in less time on a processor
 
 
 def _squares(rows: Tensor) -> Tensor:

@@ -119,8 +119,9 @@ def place(
 
     A stage with a number has that many devices; a stage without one has as many as its regions need, or 1. Stages
     without a number that contain a ``replicate()`` or ``split()`` without a number divide the remaining devices evenly.
-    Stages under ``cluster`` use the devices that it selects, which may also serve another stage; the other stages use
-    the devices that no ``cluster`` selects. Every stage has the same number of replicas.
+    Stages under ``cluster`` use the devices that it selects, which may also serve another stage: stages of one
+    selection divide its devices, except those with a number that is that of all of them; the other stages use the
+    devices that no ``cluster`` selects. Every stage has the same number of replicas.
 
     Args:
         stages: in the order of the pipeline.
@@ -458,7 +459,7 @@ def _num_replicas(pools: Sequence[_Pool], outer_degree: int) -> int:
 
 def _pools(demands: Sequence[_Demand], devices: Sequence[Device]) -> list[_Pool]:
     """Group the stages by the devices that they select. Selections may overlap: a device then serves both stages."""
-    groups: dict[frozenset[int], tuple[str, tuple[Device, ...], list[_Demand]]] = {}
+    groups: dict[tuple[frozenset[int], int | None], tuple[str, tuple[Device, ...], list[_Demand]]] = {}
     unselected: list[_Demand] = []
     for demand in demands:
         filters = [selection for selection in demand.selections if selection.layout not in ("row", "average")]
@@ -468,10 +469,12 @@ def _pools(demands: Sequence[_Demand], devices: Sequence[Device]) -> list[_Pool]
         sized = _sized(demand, len(chosen)) if filters else demand
         if filters:
             name = " > ".join(map(str, filters)) + " selects"
-            groups.setdefault(frozenset(device.rank for device in chosen), (name, chosen, []))[2].append(sized)
+            alone = demand.index if sized.degree == len(chosen) else None
+            ranks = frozenset(device.rank for device in chosen)
+            groups.setdefault((ranks, alone), (name, chosen, []))[2].append(sized)
         else:
             unselected.append(demand)
-    taken = frozenset[int]().union(*groups)
+    taken = frozenset[int]().union(*(ranks for ranks, _ in groups))
     pools = [_Pool(name=name, devices=chosen, demands=tuple(members)) for name, chosen, members in groups.values()]
     if unselected:
         free = tuple(device for device in devices if device.rank not in taken)

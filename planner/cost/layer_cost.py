@@ -358,18 +358,34 @@ class LayerCosts:
         return max(0.0, dense), experts
 
     def parameters_of(self, index: int, degree: int, expert: int = 1) -> tuple[float, float]:
-        """Elements of parameters of a kind of layer on a device: dense, and of experts."""
+        """Elements of parameters of a kind of layer on a device: dense, and of experts. Those with sparse gradients
+        are counted by `frozen_of`: ranks exchange rows of these."""
         kind = self.profile.kinds[index]
         if not kind.variants:
             return (kind.parameters or 0.0) / degree, 0.0
         variant = variant_of(kind, degree, expert)
         split = expert if variant.expert_degree == 1 else 1  # where the profile has whole experts
-        return variant.parameters - variant.expert_parameters, variant.expert_parameters / split
+        dense = variant.parameters - variant.expert_parameters - sum(one.elements for one in variant.sparse)
+        return dense, variant.expert_parameters / split
 
     def frozen_of(self, index: int, degree: int, expert: int = 1) -> float:
-        """Elements that a kind of layer has on a device and does not train."""
+        """Elements that a kind of layer has on a device and that have no gradient of their size: those that it does not
+        train, and those with sparse gradients, with a number for each of their rows."""
         kind = self.profile.kinds[index]
-        return variant_of(kind, degree, expert).buffers if kind.variants else 0.0
+        if not kind.variants:
+            return 0.0
+        variant = variant_of(kind, degree, expert)
+        return variant.buffers + sum(one.elements + one.rows for one in variant.sparse)
+
+    def touched(self, layers: Iterable[int], degree: int, rows: float) -> float:
+        """Elements of the rows of tables with sparse gradients that a replica looks up for *rows* rows."""
+        kinds = (self.profile.kinds[self.profile.layers[layer]] for layer in layers)
+        variants = (variant_of(kind, degree) for kind in kinds if kind.variants)
+        return sum(one.updated(rows) for variant in variants for one in variant.sparse)
+
+    def is_sparse(self, index: int) -> bool:
+        """Whether a kind of layer has parameters whose update depends on the rows of a micro-batch."""
+        return any(variant.sparse for variant in self.profile.kinds[index].variants)
 
     def held_shares(self, last: int, tensor: int, first: int, next_tensor: int) -> tuple[float, float]:
         """The parts of what a kind of layer hands on that a device of its stage has, which ends with it, and of a stage

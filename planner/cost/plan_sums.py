@@ -86,10 +86,11 @@ class PlanSums(PlanKinds):
         stage, prices = self.stages[index], self.prices
         dense, experts = prices.parameters(stage.layers, stage.tensor, stage.expert)
         dense -= sum(shared / stage.tensor for readers, shared in apart if index in self._owners(readers))
+        looked_up = prices.touched(stage.layers, stage.tensor, max(stage.rows) * self.micro_batches)
         found = []
-        for every, stride, num_alike, elements in (
-            (stage.ranks, stage.tensor, stage.tensor, max(0.0, dense)),
-            (stage.data_group, stage.expert, stage.tensor * stage.expert, experts),
+        for every, stride, num_alike, elements, rows in (
+            (stage.ranks, stage.tensor, stage.tensor, max(0.0, dense), stage.data * looked_up),
+            (stage.data_group, stage.expert, stage.tensor * stage.expert, experts, 0.0),
         ):
             num_bytes = elements * prices.gradient_bytes
             groups = {prices.shape(every[first::stride]): every[first::stride] for first in range(stride)}
@@ -106,6 +107,8 @@ class PlanSums(PlanKinds):
                     if stage.owned and message and stage.expert == 1:
                         other = prices.over(kind, group, num_alike * beside, size, stage.owned)
                         seconds, message = seconds * other / message, other
+                exchanged = prices.over("all_gather", group, num_alike * beside, rows * prices.gradient_bytes)
+                seconds, message = seconds + exchanged, message or exchanged
                 after = 0.0
                 if prices.combines and seconds:
                     divided = kind != "all_reduce"
@@ -114,7 +117,8 @@ class PlanSums(PlanKinds):
                     link = len(group) * link_to_host(prices.cluster, group[0])
                     seconds, message = max(seconds, num_bytes / link), max(message, size / link)
                 if slowest is None or seconds + after > slowest.seconds + slowest.after:
-                    slowest = _Sum(group, num_alike, num_bytes, seconds, message, after)
+                    summed = num_bytes + rows * prices.gradient_bytes
+                    slowest = _Sum(group, num_alike, summed, seconds, message, after)
             found.extend([slowest] if slowest else [])
         return found
 

@@ -201,7 +201,8 @@ class CostModel(DeviceGroups):
             forward, backward = exposed_seconds(
                 slowest, forward, backward, overlap=self.stack.calibration.backward_overlap, context=context
             )
-        once = (self.seconds(kind, type_, degrees, 1, micro_batches, shards) for type_ in group.types)
+        updated = rows if self.is_sparse(kind) else 1
+        once = (self.seconds(kind, type_, degrees, updated, micro_batches, shards) for type_ in group.types)
         hosted, update = 0.0, max(part * one.update for part, one in zip(of_layer, once, strict=True))
         ahead, back = slowest.forward + forward, slowest.backward + backward
         if self.stack.offload != "none":

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._ops import OperatorBase, OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from whale.graph.capture import Captured

@@ -18,6 +18,9 @@ import whale
 from tests.distributed.parity import Worlds, cluster_of
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import refusal
+from whale.commands.automatic import search_inputs
+from whale.commands.candidates import CandidateCompiler
+from whale.commands.tables import placed_choices
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.optim import RowWiseAdagrad
 from whale.runtime.launch import World
@@ -324,8 +327,8 @@ class BottomFirst(Clicks):
         return F.binary_cross_entropy_with_logits(found.sum(1), clicked)
 
 
-def placed(world: World, memory_bytes: int, made_by: type[Clicks] = Clicks) -> tuple[float, int]:
-    """The error of a model whose tables the planner has placed, and the most ranks of a table."""
+def placed(world: World, memory_bytes: int, rows: int, made_by: type[Clicks] = Clicks) -> tuple[float, int]:
+    """The error of a model whose tables the planner has placed, and the most ranks of a table that has no replicas."""
     types = [
         DeviceType.of(f"cpu-{rank}", speed={"float32": 1e9}, memory_bytes=size, memory_bandwidth=1e9)
         for rank, size in enumerate([memory_bytes, memory_bytes])
@@ -333,23 +336,79 @@ def placed(world: World, memory_bytes: int, made_by: type[Clicks] = Clicks) -> t
     cluster = Cluster.of([("node", type_) for type_ in types], intra=Link(bandwidth=1e9, latency=1e-5))
     local = made_by().double()
     model = copy.deepcopy(local)
-    annotations = whale.place_tables(local, batch(), cluster)
+    annotations = whale.place_tables(local, batch(rows), cluster)
     whale.annotate(model, annotations)
-    made: Any = whale.parallelize(model, batch(), device="cpu")
-    steps(local, "RowWiseAdagrad", local_step(local)), steps(made, "RowWiseAdagrad", made.train_step)
+    made: Any = whale.parallelize(model, batch(rows), device="cpu")
+    steps(local, "RowWiseAdagrad", local_step(local), rows), steps(made, "RowWiseAdagrad", made.train_step, rows)
     state = made.full_state_dict()
     error = max(float((state[name] - value).abs().max()) for name, value in local.state_dict().items())
-    return error, max(len(nest[0].strategy.devices.ranks) for key, nest in annotations.items() if key)  # type: ignore[union-attr]
+    ranks = (nest[0].strategy.devices.ranks for key, nest in annotations.items() if key)  # type: ignore[union-attr]
+    return error, max(map(len, ranks), default=0)
 
 
-@pytest.mark.parametrize(("memory_bytes", "most"), [(1 << 20, 1), (12_200, 2)], ids=["whole", "cut"])
-def test_tables_that_the_planner_places_train_as_the_local_ones(worlds: Worlds, memory_bytes: int, most: int) -> None:
-    for error, cut in worlds.run(2, placed, memory_bytes):
+@pytest.mark.parametrize(
+    ("memory_bytes", "rows", "most"), [(1 << 20, 2, 1), (12_200, 10, 2), (1 << 20, 400, 0)],
+    ids=["whole", "cut", "replicas"],
+)  # fmt: skip
+def test_tables_that_the_planner_places_train_as_the_local_ones(
+    worlds: Worlds, memory_bytes: int, rows: int, most: int
+) -> None:
+    for error, cut in worlds.run(2, placed, memory_bytes, rows):
         assert error < 1e-12
         assert cut == most
 
 
+def hot(world: World, sparse: bool) -> tuple[float, list[str]]:
+    """The error of a model whose hot tables have replicas, and the names of the parameters of this rank."""
+    local = Clicks(sparse).double()
+    model = copy.deepcopy(local)
+    type_ = DeviceType.of("cpu", speed={"float32": 1e9}, memory_bytes=1 << 20, memory_bandwidth=1e9)
+    cluster = Cluster.of([("node", type_)] * 2, intra=Link(bandwidth=1e7, latency=1e-5))
+    annotations = whale.place_tables(local, batch(200), cluster, optimizer="sgd")
+    whale.annotate(model, annotations)
+    made: Any = whale.parallelize(model, batch(200), device="cpu")
+    kind = "RowWiseAdagrad" if sparse else "SGD"
+    steps(local, kind, local_step(local), 200), steps(made, kind, made.train_step, 200)
+    state = made.full_state_dict()
+    error = max(float((state[name] - value).abs().max()) for name, value in local.state_dict().items())
+    return error, [name for name, _ in made.named_parameters()]
+
+
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+def test_hot_tables_in_replicas_train_as_the_local_ones(worlds: Worlds, sparse: bool) -> None:
+    found = worlds.run(2, hot, sparse)
+    assert max(error for error, _ in found) < 1e-12
+    everywhere = set.intersection(*({name for name in names if "tables" in name} for _, names in found))
+    assert everywhere, "no table has replicas"
+
+
 def test_tables_are_placed_wherever_the_forward_looks_them_up(worlds: Worlds) -> None:
-    for error, cut in worlds.run(2, placed, 1 << 20, BottomFirst):
+    for error, cut in worlds.run(2, placed, 1 << 20, 2, BottomFirst):
         assert error < 1e-12
         assert cut == 1
+
+
+def searched(world: World) -> tuple[float, int]:
+    """The error of a model under a plan of the search with its tables in places, and the stages of tables."""
+    machines = Cluster.of(
+        [
+            ("node", DeviceType.of(f"cpu-{n}", speed={"float32": 1e9}, memory_bytes=1 << 20, memory_bandwidth=1e9))
+            for n in range(2)
+        ],
+        intra=Link(bandwidth=1e9, latency=1e-5),
+    )
+    local = BottomFirst().double()
+    trial = CandidateCompiler(copy.deepcopy(local).to("meta"), batch(), name="clicks")
+    profile = search_inputs(trial, batch(), machines, scopes={}).profile
+    plan = next(placed_choices(trial, profile, machines, batch=10)).plan
+    made: Any = whale.parallelize(copy.deepcopy(local), batch(), device="cpu", cluster=machines, plan=plan)
+    steps(local, "RowWiseAdagrad", local_step(local)), steps(made, "RowWiseAdagrad", made.train_step)
+    state = made.full_state_dict()
+    error = max(float((state[name] - value).abs().max()) for name, value in local.state_dict().items())
+    return error, sum(len(stage.ranks) == 1 for stage in plan.stages)
+
+
+def test_plans_of_the_search_with_tables_in_places_train_as_the_local_model(worlds: Worlds) -> None:
+    for error, placed_alone in worlds.run(2, searched):
+        assert error < 1e-12
+        assert placed_alone >= 2

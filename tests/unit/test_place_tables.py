@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import whale
+from whale.commands.automatic import search_inputs
+from whale.commands.candidates import CandidateCompiler
 from whale.commands.planning import make_plan
-from whale.commands.tables import placed_tables
+from whale.commands.searching import Searched, search_plans
+from whale.commands.tables import placed_choices, placed_tables
 from whale.compile.compile import Options
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.plan import Plan
+from whale.ir.profile import LayerVariant, ModelProfile
+from whale.planner.catalog import device_types
+from whale.planner.search import SearchSettings
 from whale.planner.tables import Table, TableDevice, cheapest_places
 from whale.predict.costs import Costs
 from whale.strategies.profile import profile_model
@@ -83,6 +92,19 @@ def test_a_table_too_large_for_any_device_is_cut_by_columns_else_by_rows() -> No
     assert (placed(4), placed(3)) == ("columns", "rows")
 
 
+def test_hot_tables_have_replicas_where_their_gradients_are_smaller_than_their_vectors() -> None:
+    with torch.device("meta"):
+        model = Tables(20_000_000, 20_000_000, 50, 9)
+    batch = torch.zeros(8192, 4, 8, dtype=torch.long)
+    found = placed_tables(model, batch, cluster(16, 16))
+    places = found.places.places
+    assert [places[f"tables.{number}"].way for number in (2, 3)] == ["replicas", "replicas"]
+    assert {places[f"tables.{number}"].ranks for number in (0, 1)} == {(0,), (1,)}
+    assert set(found.annotations) == {"", "tables.[0]", "tables.[1]"}
+    few = placed_tables(model, batch[:2], cluster(16, 16)).places.places
+    assert few["tables.2"].way == "whole"  # vectors of two rows are smaller
+
+
 def test_tables_that_do_not_fit_are_refused_with_what_is_left() -> None:
     devices = [TableDevice(name=n, memory_bytes=GIB, seconds=0, share=0.5, seconds_per_byte=1) for n in "ab"]
     table = Table(name="t", rows=9, columns=2, bytes=3 * GIB, seconds=(1, 1), fixed=(0, 0), sent_bytes=1)
@@ -91,9 +113,9 @@ def test_tables_that_do_not_fit_are_refused_with_what_is_left() -> None:
 
 
 class Tables(nn.Module):
-    def __init__(self, *rows: int) -> None:
+    def __init__(self, *rows: int, sparse: bool = True) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(count, 16, mode="sum", sparse=True) for count in rows)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(count, 16, mode="sum", sparse=sparse) for count in rows)
         self.top = nn.Linear(16 * len(rows), 1)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -154,3 +176,129 @@ def test_a_plan_of_sparse_tables_is_compiled_and_predicted(layout: str) -> None:
     reductions = [one.bytes for one in found.workload.reductions]
     assert found.prediction.fits
     assert max(reductions) < 2**20  # of looked-up rows: the tables have 92 MiB
+
+
+def test_each_table_is_a_layer_and_one_with_sparse_gradients_is_updated_and_held_by_its_rows() -> None:
+    def variants(sparse: bool) -> dict[str, LayerVariant]:
+        with torch.device("meta"):
+            model = Tables(1_000_000, 500_000, 1000, sparse=sparse)
+        profile = profile_model(model, torch.zeros(64, 3, 2, dtype=torch.long), tensor_degrees=[1, 2])
+        found = zip(profile.paths, profile.chain(), strict=True)
+        return {path: kind.variants[0] for path, kind in found}
+
+    found = variants(sparse=True)
+    assert list(found) == ["tables.0", "tables.1", "tables.2", "top"]
+    assert [one.parameters for one in found.values()] == [16e6, 8e6, 16e3, 49]
+    (first,) = found["tables.0"].sparse
+    assert (first.elements, first.rows, first.touched(64)) == (16e6, 1e6, 64 * 2 * 16)
+    assert not found["top"].sparse
+    assert not any(one.sparse for one in variants(sparse=False).values())
+
+
+def test_devices_are_predicted_to_do_the_work_of_their_own_tables() -> None:
+    machines, batch = cluster(16, 16), torch.zeros(4096, 3, 2, dtype=torch.long)
+    with torch.device("meta"):
+        model = Tables(30_000_000, 30_000_000, 1000)
+    profile = profile_model(model, batch, tensor_degrees=[1, 2])
+    whale.annotate(model, whale.place_tables(model, batch, machines))
+    costs = Costs(profile=profile, cluster=machines, precision="fp32", micro_batches=1, device="cuda")
+    found = make_plan(model, batch, costs, Options(micro_batches=1), rows=4096, name="tables").predicted
+    of_tables = [stage for stage in found.workload.stages if len(stage.ranks) == 1]
+    assert {stage.ranks for stage in of_tables} == {(0,), (1,)}
+    assert all(min(stage.forward) > 0 and min(stage.backward) > 0 for stage in of_tables)
+    assert max(found.workload.update) < 2e-3  # of 4,096 x 2 rows: all 30,000,000 would take 150 ms with AdamW
+    assert all(device.optimizer < 1.1 * 30e6 * 4 for device in found.prediction.memory)  # a number for each row
+
+
+class Named(nn.Module):
+    """Tables that are no list, each with an attribute of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item, self.place, self.day = (
+            nn.Embedding(count, 16, sparse=True) for count in (70_000_000, 60_000_000, 1000, 100)
+        )
+        self.top = nn.Linear(64, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = [table(ids[:, n]) for n, table in enumerate((self.user, self.item, self.place, self.day))]
+        loss: Tensor = self.top(torch.cat(found, 1)).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("memory", [(16, 16), (8, 8)], ids=["whole", "cut"])
+def test_tables_of_several_names_share_the_devices_of_their_place(memory: tuple[int, int]) -> None:
+    machines, batch = cluster(*memory), torch.zeros(256, 4, dtype=torch.long)
+    with torch.device("meta"):
+        model = Named()
+    placed = placed_tables(model, batch, machines)
+    profile = profile_model(model, batch, tensor_degrees=[1, 2])
+    whale.annotate(model, dict(placed.annotations))
+    costs = Costs(profile=profile, cluster=machines, precision="fp32", micro_batches=1, device="cuda")
+    found = make_plan(model, batch, costs, Options(micro_batches=1), rows=256, name="tables")
+    of_stages = sorted(stage.ranks for stage in found.plan.stages)
+    assert of_stages == sorted([(0, 1), *(place.ranks for place in placed.places.places.values())])
+    assert found.predicted.prediction.fits
+
+
+MIXED = """
+[links]
+intra_node = {bandwidth = "12 GB/s", latency = "5 us"}
+inter_node = {bandwidth = "25 Gbit/s", latency = "15 us"}
+[[nodes]]
+devices = 2
+device = "A100-SXM4-80GB"
+[[nodes]]
+devices = 2
+device = "T4"
+"""
+
+
+def search(model: nn.Module, batch: Tensor, machines: Cluster, **settings: Any) -> tuple[Searched, CandidateCompiler]:
+    trial = CandidateCompiler(model, batch, name="tables")
+    inputs = search_inputs(trial, batch, machines, scopes={})
+    how = SearchSettings(precision="fp32", fixed=inputs.fixed, time_limit=60, **settings)
+    tables = partial(placed_choices, trial)
+    return search_plans(
+        inputs.profile, machines, batch=len(batch), settings=how, trial=trial, with_tables=tables
+    ), trial
+
+
+def test_the_search_places_tables_where_that_is_fastest() -> None:
+    machines = Cluster.parse(MIXED, catalog=device_types())
+    batch = torch.zeros(8192, 6, 8, dtype=torch.long)
+    with torch.device("meta"):
+        model = Tables(60_000_000, 60_000_000, 20_000_000, 9_000_000, 9_000_000, 900)
+    found, trial = search(model, batch, machines)
+    assert found.best.said.startswith("tables placed on 2 A100-SXM4-80GB")
+    chains = [choice for choice in found.choices if not choice.said]
+    assert all(found.best.prediction.step_seconds < choice.prediction.step_seconds for choice in chains)
+    again = trial.predict(found.best.plan, trial_profile(trial, batch, machines), machines)[0]
+    assert again.step_seconds == pytest.approx(found.best.prediction.step_seconds)
+    assert found.best.plan == Plan.parse(found.best.plan.dumps())
+
+
+def trial_profile(trial: CandidateCompiler, batch: Tensor, machines: Cluster) -> ModelProfile:
+    return search_inputs(trial, batch, machines, scopes={}).profile
+
+
+def test_the_search_places_tables_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*arguments: Any, **named: Any) -> None:
+        raise InfeasibleError("no chain fits")
+
+    monkeypatch.setattr("whale.commands.searching.search", nothing)
+    machines, batch = cluster(12, 12, 9), torch.zeros(64, 3, 2, dtype=torch.long)
+    with torch.device("meta"):
+        model = Tables(110_000_000, 110_000_000, 60_000_000)
+    assert search(model, batch, machines)[0].best.said.startswith("tables placed on 2 card-12 + 1 card-9")
+    with pytest.raises(InfeasibleError, match="no chain fits"):
+        search(model, batch, machines, max_stages=2)
+
+
+def test_models_that_are_mostly_no_tables_have_no_places() -> None:
+    machines, batch = cluster(16, 16), torch.zeros(8, 1, 2, dtype=torch.long)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Flatten(0), nn.Embedding(90, 16), nn.Linear(16, 200))
+    trial = CandidateCompiler(model, batch, name="m", loss_fn=lambda output, _: output.square().mean())
+    profile = search_inputs(trial, batch, machines, scopes={}, loss_fn=trial.loss_fn).profile
+    assert not list(placed_choices(trial, profile, machines, batch=8))

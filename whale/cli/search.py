@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,7 @@ from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
     from whale.commands.candidates import CandidateCompiler
+    from whale.commands.plan_writer import Choice
     from whale.commands.searching import Searched
     from whale.compile.compile import Options
     from whale.ir.cluster import Cluster
@@ -401,6 +402,7 @@ class _Run:
                 processes=available_cores(),
                 with_rules=None if self.model is None else self.model.with_rules,
                 with_cuts=None if self.model is None else self._with_cuts(self.model, case.cluster),
+                with_tables=None if trial is None else self._with_tables(trial),
             )
         note(f"{found.found.tried} plans were tried in {found.found.seconds:.2f} s")
         left = sum(not choice.compiled for choice in found.choices) if trial is not None else 0
@@ -417,6 +419,12 @@ class _Run:
         from whale.commands.automatic import context_degrees
 
         return partial(model.with_cuts, degrees=context_degrees(cluster))
+
+    @staticmethod
+    def _with_tables(model: CandidateCompiler) -> Callable[..., Iterator[Choice]]:
+        from whale.commands.tables import placed_choices
+
+        return partial(placed_choices, model)
 
 
 def _far(progress: Progress) -> str:

@@ -34,7 +34,7 @@ def as_text(searched: Searched, cluster: Cluster, path: Path | None) -> str:
         _bound(searched),
         _left_out(searched),
         _experts(searched),
-        _cuts(best.candidate),
+        "" if best.said else _cuts(best.candidate),
         _idle(best.candidate, cluster),
         "\n".join(
             [stage_table(best.plan, best.prediction, workload, cluster), "", *step_lines(best.plan, best.prediction)]
@@ -72,7 +72,7 @@ def _choices(searched: Searched, cluster: Cluster) -> str:
                 f"{prediction.mfu:.1%}",
                 f"{prediction.bubble:.1%}",
                 "the best" if choice is best else against_the_best(choice, best),
-                in_short(choice.candidate, cluster),
+                choice.said or in_short(choice.candidate, cluster),
             ]
         )
     return text_table("", ["", "step", "fullest device", "MFU", "bubble", "against the best", "plan"], rows)

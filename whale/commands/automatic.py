@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from whale.commands.candidates import CandidateCompiler, take_scopes
 from whale.commands.searching import search_plans
+from whale.commands.tables import placed_choices
 from whale.compile.compile import Options, compile_traced, offloads_told, states_of
 from whale.compile.trace import Traced
 from whale.errors import InputFileError, UsageError
@@ -135,6 +136,7 @@ def automatic_plan(
             trial=trial,
             with_rules=trial.with_rules,
             with_cuts=partial(trial.with_cuts, degrees=context_degrees(cluster)),
+            with_tables=partial(placed_choices, trial),
         ).best.plan
         if place is not None:
             _keep(place, best, world)

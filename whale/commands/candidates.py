@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,10 +28,19 @@ from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.costs import Costs
 from whale.predict.peak_memory import Device, Known, brief_peak_memory
-from whale.predict.prediction import predict
+from whale.predict.prediction import Predicted, predict
 from whale.strategies.profile import KnownLayers, profile_model
 
-__all__ = ["CandidateCompiler", "scopes_by", "take_scopes"]
+__all__ = ["CandidateCompiler", "PredictedPlan", "scopes_by", "take_scopes"]
+
+
+class PredictedPlan(NamedTuple):
+    """A plan that was compiled and predicted."""
+
+    plan: Plan
+    compilation: Compilation
+    costs: Costs
+    predicted: Predicted
 
 
 class CandidateCompiler:
@@ -162,8 +171,34 @@ class CandidateCompiler:
         scopes = scopes_by(self.model, plan.annotations)
         return compile_traced(self.traced, cluster, options, device=_device(cluster), scopes=scopes)
 
+    def compile_annotated(
+        self, annotations: Mapping[str, Sequence[Annotation]], cluster: Cluster, *, rows: int, micro_batches: int
+    ) -> Compilation:
+        """Compile the model under *annotations*, which may choose devices, for a batch of *rows* rows.
+
+        Raises:
+            WhaleError: the model cannot be run so.
+        """
+        plan = Plan(world_size=len(cluster.devices), batch=rows, micro_batches=micro_batches)
+        options = replace(self.options, micro_batches=micro_batches, plan=plan)
+        try:
+            annotate(self.model, annotations)
+            scopes = module_scopes(self.model)
+        finally:
+            annotate(self.model, {})
+        return compile_traced(self.traced, cluster, options, device=_device(cluster), scopes=scopes)
+
     def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
         """Compile *plan* for *cluster*, and predict its step.
+
+        Raises:
+            WhaleError: the model cannot be run so.
+        """
+        found = self.predicted(plan, profile, cluster).predicted
+        return found.prediction, found.workload
+
+    def predicted(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> PredictedPlan:
+        """The same, with what was compiled and the costs.
 
         Raises:
             WhaleError: the model cannot be run so.
@@ -180,7 +215,7 @@ class CandidateCompiler:
         found = predict(
             compilation, costs, schedule=plan.schedule, memory_of=partial(brief_peak_memory, known=self._known)
         )
-        return found.prediction, found.workload
+        return PredictedPlan(plan, compilation, costs, found)
 
     def forked(self) -> None:
         """Prepare a forked process: threads that torch has started are not there."""

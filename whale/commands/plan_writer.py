@@ -56,12 +56,14 @@ class Choice:
         plan: with the prediction of the compiled step if *compiled*, else with the search's.
         compiled: whether it was compiled.
         reason: why it is rejected; empty if it is not, as far as known.
+        said: in a line, a plan that is no chain of stages.
     """
 
     candidate: Candidate
     plan: Plan
     compiled: bool = False
     reason: str = ""
+    said: str = ""
 
     @property
     def prediction(self) -> Prediction:

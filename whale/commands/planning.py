@@ -43,7 +43,7 @@ from whale.predict.prediction import Predicted, predict, predicted_memory
 from whale.runtime.warn import warn
 from whale.strategies.lowering import PlacedStage
 
-__all__ = ["Planned", "make_plan", "stage_annotations"]
+__all__ = ["Planned", "even_stages", "make_plan", "shares_by_speed", "stage_annotations"]
 
 MAX_ORDERS = 720
 """Limit on the orders of stages' devices: all orders of six distinct groups."""
@@ -157,8 +157,8 @@ def make_plan(
         step_in_backward=options.step_in_backward or None,
         staleness=options.staleness or None,
         annotations={key: tuple(texts) for key, texts in (annotations or {}).items()},
-        stages=tuple(_even(first, stage) for stage in first.stages),
     )
+    start = even_stages(start, first)
 
     def compiled(plan: Plan) -> Compilation:
         chosen = replace(options, plan=plan, micro_batches=plan.micro_batches)
@@ -264,6 +264,20 @@ def make_plan(
         cures += [f"--offload {_most_offload(plan)}" for plan in tried([partial(with_hosts, start)])]
     more = _enough_micro_batches(start, even, predicted)
     raise InfeasibleError(_or_with(str(problem), [*([] if more is None else [f"--micro-batches {more}"]), *cures]))
+
+
+def even_stages(plan: Plan, compilation: Compilation) -> Plan:
+    """A plan with the stages of its compiled annotations, in equal shares."""
+    return plan.model_copy(update={"stages": tuple(_even(compilation, stage) for stage in compilation.stages)})
+
+
+def shares_by_speed(compilation: Compilation, costs: Costs, even: Predicted, start: Plan) -> Plan:
+    """The plan with the order of devices and the shares with the least time of the slowest stage.
+
+    Raises:
+        InfeasibleError: none fits.
+    """
+    return _Problem(compilation, costs, even, start).solve()[0]
 
 
 def _fit(memory: Sequence[DeviceMemory]) -> bool:

@@ -32,7 +32,7 @@ from whale.planner.cost.experts import Shared, shared_experts, with_experts
 from whale.planner.cost.precision import own_precision
 from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
-from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
+from whale.planner.search import Candidate, Fixed, Found, Memo, Progress, SearchSettings, StageChoice, search
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.problem import PRICED, Stopped
@@ -105,6 +105,7 @@ def search_plans(
     processes: int = 1,
     with_rules: Callable[[ModelProfile], ModelProfile] | None = None,
     with_cuts: Callable[[ModelProfile], ModelProfile] | None = None,
+    with_tables: Callable[..., Iterator[Choice]] | None = None,
 ) -> Searched:
     """Search for plans and compile the best of them.
 
@@ -122,6 +123,8 @@ def search_plans(
         with_rules: adds to a profile what each rule of recompute costs; called if nothing fits without recompute.
         with_cuts: adds to a profile what layers cost on devices that cut each row; called if nothing fits without, or
             there are fewer rows than devices.
+        with_tables: plans of the model, by its profile, the cluster, ``batch`` and ``micro_batches``, with its
+            embedding tables each in a place of its own.
 
     Raises:
         InfeasibleError: nothing fits; says what is missing and what would help.
@@ -205,13 +208,36 @@ def search_plans(
                 tried.best_of(one, simple, settings.top)
         return found
 
-    found = searched(cluster, wanted, known)
+    placed: Iterable[Choice] = ()
+    if with_tables is not None and _places_tables(settings):
+        placed = with_tables(profile, cluster, batch=batch, micro_batches=settings.micro_batches or 1)
+    try:
+        found = searched(cluster, wanted, known)
+    except InfeasibleError:
+        own = [one for one in placed if not one.reason]
+        if not own:
+            raise
+        ranked = _ranked(own)
+        found = Found(
+            candidates=tuple(choice.candidate for choice in ranked),
+            near=(),
+            bound_seconds=0.0,
+            dropped=(),
+            points=(),
+            tried=len(own),
+            seconds=time.monotonic() - begin,
+        )
+        return Searched(choices=tuple(ranked), refused=(), found=found)
     while not tried.choices and not tried.gives_up() and (room := tried.with_less_memory(cluster)) is not None:
         left = replace(wanted, time_limit=max(tried.until - time.monotonic(), LEAST_SHARE * settings.time_limit))
         with suppress(InfeasibleError, UsageError):  # nothing fits, or there is no time left
             searched(room, left, None)
             continue
         break
+    for choice in placed:
+        (tried.refused if choice.reason else tried.choices).append(choice)
+        if stop():
+            break
     for candidate in _reordered(tried.choices, [schedule for schedule in settings.unpriced if schedule != base]):
         if not tried.late():
             tried.compile(candidate)
@@ -229,6 +255,14 @@ def search_plans(
         found=replace(found, candidates=found.candidates[: settings.top]),
         shared=tuple(shared),
     )
+
+
+def _places_tables(settings: SearchSettings) -> bool:
+    """Whether plans with tables in places of their own are among those that are asked for."""
+    asked = settings.max_stages, settings.reduce
+    free = settings.fixed is None or settings.fixed == Fixed()
+    ways = (settings.recompute, settings.zero, settings.offload)
+    return free and asked == (None, None) and all(way in ("auto", "none", 0) for way in ways)
 
 
 def _reordered(choices: Sequence[Choice], schedules: Sequence[str]) -> Iterator[Candidate]:

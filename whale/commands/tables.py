@@ -7,8 +7,11 @@ tables, and prices what a device does for each by the cost model of all layers; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from os import PathLike
 from typing import Any
@@ -17,12 +20,17 @@ from torch import fx, nn
 
 from whale.annotations import Annotation, module_scopes, replicate, split, stage
 from whale.annotations import cluster as on_devices
+from whale.commands.candidates import CandidateCompiler, PredictedPlan
+from whale.commands.plan_writer import Choice, shortage_of
+from whale.commands.planning import even_stages, shares_by_speed
 from whale.compile.trace import Traced, precision_of, trace
-from whale.errors import UsageError
+from whale.errors import UsageError, WhaleError
 from whale.graph.capture_checks import module_of, modules_around
 from whale.graph.values import has_sparse_gradient, needs_grad, operands, value_shape, value_tensor
 from whale.ir.cluster import Cluster, Link
-from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant
+from whale.ir.plan import ClusterIdentity, Plan
+from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, ModelProfile
+from whale.ir.units import counted
 from whale.planner.catalog import device_types
 from whale.planner.cost.layers import layer_seconds
 from whale.planner.cost.memory import framework_bytes, run_state_bytes
@@ -30,9 +38,11 @@ from whale.planner.cost.optimizers import Optimizer, costs_of
 from whale.planner.cost.precision import precision_named
 from whale.planner.network.communication import collective
 from whale.planner.network.topology import Topology
-from whale.planner.tables import Table, TableDevice, TablePlace, TablePlaces, cheapest_places
+from whale.planner.search import Candidate, StageChoice
+from whale.planner.tables import Table, TableDevice, TablePlace, TablePlaces, Way, cheapest_places
+from whale.predict.layer_parts import stage_layers
 
-__all__ = ["PlacedTables", "place_tables", "placed_tables"]
+__all__ = ["PlacedTables", "place_tables", "placed_choices", "placed_tables"]
 
 INDEX_BYTES = 8
 
@@ -48,7 +58,7 @@ def place_tables(
     optimizer: Optimizer = "adamw",
 ) -> dict[str, list[Annotation]]:
     """Annotations that place a model's embedding tables, for `annotate`: each whole on one device, or cut by columns or
-    rows over several, and the rest of the model in replicas on all.
+    rows over several, and the rest of the model in replicas on all, with hot tables of few rows.
 
     Places are chosen by the cost model, so that the slowest device is fast and all of them fit in memory. Equal
     arguments give equal places on every rank.
@@ -76,9 +86,9 @@ def place_tables(
     ...         return self.top(torch.cat([table(ids) for table in self.tables], 1)).square().mean()
     >>> for key, nest in place_tables(Model(), torch.zeros(4, 2, dtype=torch.long), 2).items():
     ...     print(repr(key), *nest)
-    '' cluster([0, 1]) stage() replicate()
-    'tables.[0,2]' cluster([0]) stage()
-    'tables.[1]' cluster([1]) stage()
+    '' cluster([0, 1]) stage(2) replicate()
+    'tables.[0,2]' cluster([0]) stage(1)
+    'tables.[1]' cluster([1]) stage(1)
     """
     if isinstance(cluster, int):
         described = Cluster.homogeneous(cluster, intra=Link(bandwidth=1e10, latency=1e-5))
@@ -118,11 +128,141 @@ def placed_tables(model: nn.Module, batch: Any, cluster: Cluster, *, optimizer: 
         raise UsageError(
             "the model has no table to place: no nn.Embedding or nn.EmbeddingBag has a matrix that nothing else reads"
         )
-    priced = _Prices(traced, cluster, precision_of(model), optimizer)
+    ranks = range(len(cluster.devices))
+    return _placed(traced, found, cluster, ranks, precision=precision_of(model), optimizer=optimizer)
+
+
+def _placed(
+    traced: Traced,
+    found: Sequence[_Found],
+    cluster: Cluster,
+    ranks: Sequence[int],
+    *,
+    precision: str,
+    optimizer: Optimizer,
+) -> PlacedTables:
+    """Tables on these ranks of a cluster, with replicas of the rest on all of them."""
+    priced = _Prices(traced, cluster, ranks, precision, optimizer)
     tables = tuple(map(priced.table, found))
     devices = tuple(priced.devices({one.parameter for one in found}))
     places = cheapest_places(tables, devices)
-    return PlacedTables(annotations=_annotations(places), tables=tables, devices=devices, places=places)
+    return PlacedTables(annotations=_annotations(places, ranks), tables=tables, devices=devices, places=places)
+
+
+def placed_choices(
+    trial: CandidateCompiler, profile: ModelProfile, cluster: Cluster, *, batch: int, micro_batches: int = 1
+) -> Iterator[Choice]:
+    """Plans of a searched model with its tables in the cheapest places: on all devices, and on those of each type and
+    of a node of each type. Tables are those that the profile has as layers of their own. There is no plan where they
+    hold less than half of the model's parameters, nor where they do not fit.
+
+    Args:
+        trial: the model.
+        profile: of it.
+        cluster: the devices.
+        batch: rows of the global batch.
+        micro_batches: of a step.
+    """
+    found = [one for one in _tables_of(trial.traced) if one.path in profile.paths]
+    sizes = [sum(variant.parameters for variant in kind.variants[:1]) for kind in profile.chain()]
+    of_tables = sum(prod(value_shape((one.parameter, 0))) for one in found)
+    for ranks in _device_sets(cluster) if 2 * of_tables > sum(sizes) else ():
+        with suppress(WhaleError):
+            how: Any = {"precision": trial.precision, "optimizer": trial.optimizer}
+            placed = _placed(trial.traced, found, cluster, ranks, **how)
+            plan = Plan(
+                model=trial.identity,
+                cluster=ClusterIdentity.of(cluster),
+                world_size=len(cluster.devices),
+                batch=batch,
+                micro_batches=micro_batches,
+                precision=trial.options.precision,  # type: ignore[arg-type]
+                gradient_dtype=trial.options.gradient_dtype,  # type: ignore[arg-type]
+                step_in_backward=trial.options.step_in_backward or None,
+                annotations={key: _without_devices(nest) for key, nest in placed.annotations.items()},
+            )
+            size: Any = {"rows": batch, "micro_batches": micro_batches}
+            compilation = trial.compile_annotated(placed.annotations, cluster, **size)
+            even = trial.predicted(even_stages(plan, compilation), profile, cluster)
+            best = min(_choices(trial, even, profile, cluster), key=lambda one: (bool(one.reason), _seconds(one)))
+            yield replace(best, said=_said(placed.places, [cluster.devices[rank].type.name for rank in ranks]))
+
+
+def _without_devices(nest: Sequence[Annotation]) -> tuple[str, ...]:
+    """Annotations as a plan has them, which says itself on which ranks stages are."""
+    return tuple(str(one) for one in nest if not one.strategy.chooses_devices)
+
+
+def _seconds(choice: Choice) -> float:
+    return choice.prediction.step_seconds
+
+
+def _choices(
+    trial: CandidateCompiler, even: PredictedPlan, profile: ModelProfile, cluster: Cluster
+) -> Iterator[Choice]:
+    """A plan with equal shares, and with those by speed where devices are mixed."""
+    yield _choice(even, profile, cluster)
+    if len({cluster.devices[rank].type for stage in even.plan.stages for rank in stage.ranks}) > 1:
+        with suppress(WhaleError):
+            by_speed = shares_by_speed(even.compilation, even.costs, even.predicted, even.plan)
+            yield _choice(trial.predicted(by_speed, profile, cluster), profile, cluster)
+
+
+def _choice(given: PredictedPlan, profile: ModelProfile, cluster: Cluster) -> Choice:
+    prediction, workload = given.predicted.prediction, given.predicted.workload
+    members = stage_layers(given.compilation, profile)
+    stages = []
+    for own, layers in zip(given.plan.stages, members, strict=True):
+        data = prod(axis.size for axis in own.axes or () if axis.divides_batch)
+        rows = tuple(part[0].rows for part in layers.parts.values()) if layers.layers else (0,)
+        stages.append(
+            StageChoice(
+                first=min(layers.layers, default=0),
+                last=max(layers.layers, default=-1) + 1,
+                ranks=own.ranks,
+                data=data,
+                tensor=len(own.ranks) // data,
+                rows=rows[:: len(own.ranks) // data],
+            )
+        )
+    candidate = Candidate(
+        stages=tuple(stages),
+        micro_batches=given.plan.micro_batches,
+        schedule=given.plan.schedule,
+        prediction=prediction,
+        workload=workload,
+    )
+    return Choice(
+        candidate=candidate,
+        plan=given.plan.with_prediction(prediction, workload),
+        compiled=True,
+        reason=shortage_of(prediction),
+    )
+
+
+def _said(places: TablePlaces, types: Sequence[str]) -> str:
+    """Places of tables in a line.
+
+    >>> places = {"a": TablePlace("whole", (0,)), "b": TablePlace("rows", (0, 1)), "c": TablePlace("whole", (1,))}
+    >>> _said(TablePlaces(places=places, seconds=(), bytes=()), ["T4", "T4"])
+    'tables placed on 2 T4 (2 whole, 1 by rows), the rest in 2 replicas'
+    """
+    ways = Counter(place.way for place in places.places.values())
+    words: dict[Way, str] = {"whole": "whole", "columns": "by columns", "rows": "by rows", "replicas": "in replicas"}
+    cuts = [f"{ways[way]} {text}" for way, text in words.items() if ways[way]]
+    shown = " + ".join(f"{count} {name}" for name, count in Counter(types).items())
+    return f"tables placed on {shown} ({', '.join(cuts)}), the rest in {counted(len(types), 'replica')}"
+
+
+def _device_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """All devices, those of each type, and those of a node of each type."""
+    ranks_of: dict[str, list[int]] = {}
+    for device in cluster.devices:
+        ranks_of.setdefault(device.type.name, []).append(device.rank)
+    nodes: dict[Any, tuple[int, ...]] = {}
+    for node in cluster.nodes:
+        nodes.setdefault(tuple(cluster.devices[rank].type.name for rank in node.ranks), tuple(node.ranks))
+    yield from dict.fromkeys((tuple(range(len(cluster.devices))), *map(tuple, ranks_of.values()), *nodes.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +307,10 @@ def _looks_up(reader: fx.Node, table: fx.Node) -> bool:
 class _Prices:
     """Prices of tables on the devices of a cluster."""
 
-    def __init__(self, traced: Traced, cluster: Cluster, precision: str, optimizer: Optimizer) -> None:
-        self.traced, self.cluster, self.optimizer = traced, cluster, optimizer
+    def __init__(
+        self, traced: Traced, cluster: Cluster, ranks: Sequence[int], precision: str, optimizer: Optimizer
+    ) -> None:
+        self.traced, self.cluster, self.ranks, self.optimizer = traced, cluster, tuple(ranks), optimizer
         self.precision, self.topology = precision_named(precision), Topology.of(cluster)
         self._seconds: dict[Any, float] = {}
 
@@ -182,23 +324,38 @@ class _Prices:
             states = costs_of(self.optimizer).states
             held = run_state_bytes(elements, precision=self.precision, states=states).total
         kind, indices = self._kind(found, elements, columns), _of_indices(found)
-        ranks = tuple(range(len(self.cluster.devices)))
-        joined = collective(self.topology, "all_reduce", ranks, min(found.lookups, rows) * size).seconds
+        joined = collective(self.topology, "all_reduce", self.ranks, min(found.lookups, rows) * size).seconds
         return Table(
             name=found.path,
             rows=rows,
             columns=columns,
             bytes=held,
-            seconds=tuple(self._time(kind, device.type) for device in self.cluster.devices),
-            fixed=tuple(self._time(indices, device.type) + joined for device in self.cluster.devices),
+            seconds=tuple(self._time(kind, self.cluster.devices[rank].type) for rank in self.ranks),
+            fixed=tuple(self._time(indices, self.cluster.devices[rank].type) + joined for rank in self.ranks),
             sent_bytes=found.sent * size,
+            of_replicas=self._of_replicas(kind, found, rows, columns),
+        )
+
+    def _of_replicas(self, kind: LayerKind, found: _Found, rows: int, columns: int) -> tuple[float, ...]:
+        """Seconds of each device that looks its share of the batch up in a replica: all sum the gradients, and each
+        updates what any has looked up."""
+        size, shares = self.precision.element_bytes, self.shares
+        if found.sparse:
+            most = min(rows, found.lookups * max(shares))
+            how, summed = "all_gather", len(shares) * most * (columns * size + INDEX_BYTES)
+        else:
+            how, summed = "all_reduce", rows * columns * size
+        together = collective(self.topology, how, self.ranks, summed).seconds  # type: ignore[arg-type]
+        return tuple(
+            self._time(kind, self.cluster.devices[rank].type, share) + together
+            for rank, share in zip(self.ranks, shares, strict=True)
         )
 
     def _kind(self, found: _Found, elements: int, columns: int) -> LayerKind:
         """A table as a layer: look-ups read rows and write vectors, their backward does the reverse; an optimizer goes
-        over what has a gradient."""
-        looked_up = Amount(elements=Affine(found.lookups * columns, 0))
-        vectors = Amount(elements=Affine(found.sent, 0))
+        over what has a gradient. Its row is the whole batch."""
+        looked_up = Amount(elements=Affine(0, found.lookups * columns))
+        vectors = Amount(elements=Affine(0, found.sent))
         touched = min(elements, found.lookups * columns) if found.sparse else elements
         made = Amount(elements=Affine(touched, 0))
         forward = Kernel(name="aten.embedding", kind="memory", read=looked_up, written=vectors)
@@ -206,12 +363,19 @@ class _Prices:
         variant = LayerVariant(tensor_degree=1, forward=(forward,), backward=(backward,), parameters=touched)
         return LayerKind(name=found.path, variants=(variant,), output=vectors)
 
-    def _time(self, kind: LayerKind, type_: Any) -> float:
-        key = (kind.name, type_.name)
+    def _time(self, kind: LayerKind, type_: Any, part: float = 1.0) -> float:
+        """Seconds of a device that looks a part of the batch up and updates what all of it does."""
+        key = (kind.name, type_.name, part)
         if key not in self._seconds:
-            own = layer_seconds(kind, type_, rows=1, precision=self.precision, optimizer=self.optimizer)
+            own = layer_seconds(kind, type_, rows=part, precision=self.precision, optimizer=self.optimizer)
             self._seconds[key] = own.forward + own.backward + own.update
         return self._seconds[key]
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """The part of the batch that each device has of the dense part, by its speed."""
+        speeds = [self.cluster.devices[rank].type.speed(self.traced.dtype) for rank in self.ranks]
+        return [speed / sum(speeds) for speed in speeds]
 
     def devices(self, tables: set[fx.Node]) -> Iterator[TableDevice]:
         """The devices, each with a replica of all that is no table for rows by its speed."""
@@ -222,17 +386,16 @@ class _Prices:
             if node.op == "placeholder" and node.name in captured.parameters and node not in tables
         )
         state = run_state_bytes(dense, precision=self.precision, states=costs_of(self.optimizer).states).total
-        speeds = [device.type.speed(self.traced.dtype) for device in cluster.devices]
-        ranks = tuple(range(len(speeds)))
+        own, ranks = [cluster.devices[rank] for rank in self.ranks], self.ranks
         size = 2**20 * len(ranks)
         sent = size * (len(ranks) - 1) / len(ranks)
         pace = collective(self.topology, "all_to_all", ranks, size).transfer / sent if len(ranks) > 1 else 0.0
-        for device, speed in zip(cluster.devices, speeds, strict=True):
+        for device, share in zip(own, self.shares, strict=True):
             yield TableDevice(
                 name=device.name,
                 memory_bytes=ROOM * (device.type.memory_bytes - framework_bytes(device.type, len(ranks))) - state,
                 seconds=0.0,
-                share=speed / sum(speeds),
+                share=share,
                 seconds_per_byte=pace,
             )
 
@@ -245,16 +408,18 @@ def _of_indices(found: _Found) -> LayerKind:
     return LayerKind(name=f"{found.path} (indices)", variants=(variant,))
 
 
-def _annotations(places: TablePlaces) -> dict[str, list[Annotation]]:
-    """A stage for the tables in each place, and the rest of the model in replicas on all devices."""
+def _annotations(places: TablePlaces, ranks: Sequence[int]) -> dict[str, list[Annotation]]:
+    """A stage for the tables in each place, and the rest of the model, with the tables of replicas, in replicas on all
+    of these ranks."""
     together: dict[tuple[str, TablePlace], list[str]] = {}
     for path, place in places.places.items():
+        if place.way == "replicas":
+            continue
         parent, _, name = path.rpartition(".")
         together.setdefault((parent if name.isdigit() else path, place), []).append(name)
-    count = len(places.seconds)
-    found: dict[str, list[Annotation]] = {"": [on_devices(range(count)), stage(), replicate()]}
+    found: dict[str, list[Annotation]] = {"": [on_devices(ranks), stage(len(ranks)), replicate()]}
     for (parent, place), names in together.items():
         key = f"{parent}.[{','.join(names)}]".removeprefix(".") if names[0].isdigit() else parent
         inner = [] if place.way == "whole" else [split()]
-        found[key] = [on_devices(place.ranks), stage(), *inner]
+        found[key] = [on_devices([ranks[position] for position in place.ranks]), stage(len(place.ranks)), *inner]
     return found

@@ -1,6 +1,7 @@
 """Layer chain: a captured model as a chain of layers, with equal layers recognised.
 
-A layer is a child of a ``ModuleList`` or ``Sequential`` with consecutive children. Operators between such layers with
+A layer is a child of a ``ModuleList`` or ``Sequential`` with consecutive children, or an embedding table with sparse
+gradients or in a list of tables, each of which may be on devices of its own. Operators between such layers with
 their own parameters (embedding, final norm and head) are a layer too; operators without parameters belong to the layer
 before them. Layers are equal, of one *kind*, if their operators and shapes are, with any values. One layer of every
 kind remains, so that the following passes cost as much as the model has kinds. This module knows no devices and no
@@ -141,8 +142,16 @@ def _layer_paths(model: nn.Module, pinned: Sequence[fx.Node]) -> list[str]:
             return False
         return _follow_one_another([nodes_of[child] for child in children(path)])
 
+    def is_table(path: str) -> bool:
+        return isinstance(modules[path], nn.Embedding | nn.EmbeddingBag)
+
     def find(path: str) -> Iterator[str]:
-        if is_chain(path):
+        if is_table(path):
+            if modules[path].sparse:
+                yield path
+        elif isinstance(modules[path], nn.ModuleList) and all(map(is_table, children(path))):
+            yield from children(path)
+        elif is_chain(path):
             for child in children(path):
                 yield from descend(child)
         else:

@@ -35,6 +35,7 @@ __all__ = [
     "RuleCosts",
     "Saved",
     "Skip",
+    "SparseParameter",
 ]
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -161,6 +162,20 @@ class RuleCosts(Record):
     multiple: int = 1
 
 
+class SparseParameter(Record):
+    """An embedding table with sparse gradients on one device: elements and rows of its part, and elements of the rows
+    that a micro-batch looks up, each as often as it does. An optimizer updates these, and keeps a number for each row
+    (`whale.optim.RowWiseAdagrad`)."""
+
+    elements: NonNegative
+    rows: NonNegative
+    touched: Affine
+
+    def updated(self, rows: float) -> float:
+        """Elements that an update changes after a micro-batch of *rows* rows."""
+        return min(self.elements, self.touched(rows))
+
+
 class LayerVariant(Record):
     """A kind of layer at one tensor degree, on one device of the tensor group.
 
@@ -186,6 +201,7 @@ class LayerVariant(Record):
         sent_share: the part of the layer's output that a device has where a stage ends with it, and of whose gradient
             it needs no more, likewise.
         sizes: elements of each trainable parameter, in the order of the forward; none if unknown.
+        sparse: those of ``parameters`` with sparse gradients.
         rules: memory under each rule that changes it; under others it is that of ``saved`` and ``working``.
     """
 
@@ -207,6 +223,7 @@ class LayerVariant(Record):
     received_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     sent_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     sizes: tuple[NonNegative, ...] = ()
+    sparse: tuple[SparseParameter, ...] = ()
     rules: tuple[RuleCosts, ...] = ()
 
 

@@ -26,7 +26,7 @@ from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
 from whale.compile.rank_step import RankStep, rank_step
 from whale.compile.unread import unread_bytes
-from whale.graph.values import value_tensor
+from whale.graph.values import has_sparse_gradient, value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program, project_rank
 from whale.ir.schedule import Order, peak_in_flight
@@ -221,8 +221,12 @@ def _without_data(device: Device) -> AbstractContextManager[Any]:
     return nullcontext() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True)
 
 
-_Shape = tuple[tuple[int, ...], int]
-"""The shape of a parameter, and bytes of its elements."""
+class _Shape(NamedTuple):
+    """The shape of a parameter, bytes of its elements, and whether its gradient is sparse."""
+
+    shape: tuple[int, ...]
+    item: int
+    sparse: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +283,7 @@ def _held(
     """Result of a dry run, with *more* bytes at its peak."""
     most_in_flight, in_backward = compilation.most_in_flight, compilation.step_in_backward
     at_peak = found.at_peak + more
-    sizes = [prod(shape) * item for shape, item in found.trained]
+    sizes = [prod(one.shape) * one.item for one in found.trained if not one.sparse]
     update = 0 if in_backward else temporary_bytes(optimizer, sizes, processor=device == "cpu")
     if found.after.total() + update > at_peak.total():
         at_peak = found.after + Counter(activations=update)
@@ -292,14 +296,14 @@ def _held(
         buffers=at_peak["buffers"] + at_peak["sums"],
         tasks=found.tasks,
         calls=found.calls,
-        host_state=2 * sum(prod(shape) * item for shape, item in found.on_host) + _states(optimizer, found.on_host),
+        host_state=2 * sum(prod(one.shape) * one.item for one in found.on_host) + _states(optimizer, found.on_host),
         host_activations=sum(most_in_flight[stage] * task.hosted for stage, task in found.tasks.items()),
     )
 
 
 def _states(optimizer: Optimizer, trained: Sequence[_Shape]) -> int:
-    """Bytes of an optimizer's states for parameters."""
-    own = sum(state_elements(optimizer, shape) * item for shape, item in trained)
+    """Bytes of an optimizer's states for parameters; of one with a sparse gradient a number for each row."""
+    own = sum((one.shape[0] if one.sparse else state_elements(optimizer, one.shape)) * one.item for one in trained)
     return own + costs_of(optimizer).counter_bytes * len(trained)
 
 
@@ -437,6 +441,8 @@ class _Trial:
     def _make(self) -> None:
         """Everything that exists before the step: parameters, buffers, constants and the whole batch."""
         captured = self.compilation.captured
+        read = (node for node in captured.graph.nodes if node.op == "placeholder" and node.name in captured.parameters)
+        self.sparse = {captured.parameters[node.name] for node in read if has_sparse_gradient((node, 0))}
         units = [unit for unit in self.compilation.units if self.rank in unit.spec.ranks]
         divided = {name for unit in units for name in unit.names}
         for name, part in self.compilation.local_parameters(self.rank).items():
@@ -480,13 +486,14 @@ class _Trial:
 
     def hold_gradients(self) -> None:
         """Create the gradients that exist when a micro-batch begins which is not the first: of what ranks divide, their
-        sums if these are made in every micro-batch."""
+        sums if these are made in every micro-batch; not sparse ones, which have some rows."""
         if self.compilation.step_in_backward and not self.several:
             return  # the only micro-batch
         for total in self._reducer.resume() if self._reducer is not None else ():
             self.live.mark(total, "gradients")
         slots = [slot for held in self.units if not held.unit.spec.each for slot in held.slots.values()]
-        holders: list[Any] = [p for p in self.parameters.values() if p.requires_grad]
+        held_whole = {name: p for name, p in self.parameters.items() if p.requires_grad and name not in self.sparse}
+        holders: list[Any] = list(held_whole.values())
         for holder in holders + slots * self.several:
             place = None if self._reducer is None else self._reducer.place(holder)
             if place is None:
@@ -595,7 +602,8 @@ class _Trial:
 
     def _update(self, parameters: Sequence[Tensor]) -> None:
         """Make what an optimizer makes and drops in a step for parameters."""
-        ready = {id(x) for x in parameters if x.grad is not None and self.live.purpose_of(x)}
+        held = (x for x in parameters if x.grad is not None and self.live.purpose_of(x))
+        ready = {id(x) for x in held if x.grad is not None and not x.grad.is_sparse}
         sizes = [x.numel() * x.element_size() for x in self._trained().values() if id(x) in ready]
         size = temporary_bytes(self.optimizer, sizes, processor=self.device == "cpu")
         torch.empty(size, dtype=torch.uint8, device=self.place)
@@ -637,8 +645,10 @@ class _Trial:
         return _Found(
             at_peak=self.live.at_peak.copy(),
             after=self.live.by_purpose.copy(),
-            trained=tuple((tuple(x.shape), x.element_size()) for x in self._trained().values()),
-            on_host=tuple((tuple(parameter.shape), parameter.element_size()) for parameter in there),
+            trained=tuple(
+                _Shape(tuple(x.shape), x.element_size(), name in self.sparse) for name, x in self._trained().items()
+            ),
+            on_host=tuple(_Shape(tuple(parameter.shape), parameter.element_size()) for parameter in there),
             tasks=self.tasks(),
             calls=self.calls(),
         )
@@ -803,7 +813,7 @@ class _Living(WithoutData):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = _of_kernel(func, args, func(*args, **kwargs)) if self._fake else self.run(func, args, kwargs)
+        result = _of_fake(func, args, kwargs) if self._fake else self.run(func, args, kwargs)
         if func is not torch.ops.prim.device.default:
             for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor):
@@ -816,6 +826,22 @@ _NORMS = {
     aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default,
 }  # fmt: skip
+
+
+def _of_fake(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The results of an operator on fake tensors; a mask selects all that it may, as on shapes alone."""
+    if func is aten.index.Tensor:
+        args = (args[0], [one for x in args[1] for one in ([None] if x is None else _all_of(x))])
+    elif func is aten.nonzero.default:
+        return args[0].new_zeros((args[0].numel(), args[0].dim()), dtype=torch.int64)
+    return _of_kernel(func, args, func(*args, **kwargs))
+
+
+def _all_of(index: Tensor) -> list[Tensor]:
+    """Indices that select as many elements as a mask may; others as they are."""
+    if index.dtype != torch.bool:
+        return [index]
+    return [index.new_zeros(index.numel(), dtype=torch.int64)] * index.dim()
 
 
 def _of_kernel(func: Any, args: Sequence[Any], result: Any) -> Any:
