@@ -58,8 +58,11 @@ class Kept:
 
     @property
     def graph(self) -> Captured | None:
-        """A graph of its own, if there is one."""
-        return loads(self._text) if self._text else None
+        """A graph of its own, if there is one; none where it has operators that this process defines by a capture."""
+        try:
+            return loads(self._text) if self._text else None
+        except AttributeError:
+            return None
 
     def write(self, text: bytes) -> None:
         """Keep these bytes, none if there are none for this key."""
