@@ -54,7 +54,7 @@ from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, 
 from whale.runtime.cuda_graphs import check_recordable
 from whale.runtime.ending import ELASTIC, end_with_own_code
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
-from whale.runtime.launch import World, describe, initialize, name_of_unsupported
+from whale.runtime.launch import World, check_device, describe, initialize, name_of_unsupported
 from whale.runtime.location import location_of
 from whale.runtime.module import ParallelModule
 from whale.runtime.random import RNGPosition
@@ -231,10 +231,7 @@ def parallelize(
     check_type("seed", seed, (int, type(None)), "a whole number")
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError(f"loss_fn is {loss_fn!r}; it must be a function of the model's output and the batch")
-    if device is not None:
-        if why := name_of_unsupported(device):
-            raise UsageError(f"device={device!r}: {why}; it can be 'cpu' or 'cuda'")
-        check_choice("device", device, ("cpu", "cuda"))
+    check_device(device)
     hosted = _offload(offload)
     automatic = plan == "auto"
     if plan_cache is not None:
