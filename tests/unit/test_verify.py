@@ -43,7 +43,7 @@ def test_a_batch_goes_where_the_model_is() -> None:
 
 
 class Biased(nn.Module):
-    """Attention with a bias of keys, whose gradient is zero but for rounding."""
+    """Attention with a bias of keys, whose gradient is zero except for rounding."""
 
     def __init__(self) -> None:
         super().__init__()
