@@ -17,6 +17,9 @@ __all__ = ["BEAM", "Canonical", "Known", "Priced", "State", "canonical", "undomi
 BEAM = 24
 """Number of states that are kept, of those that store the same matrices in the same way."""
 
+WAYS = 16
+"""Number of ways to store matrices of which states are kept: between layers that share weights there are thousands."""
+
 Canonical = tuple[str, int, int]
 """A placement as a tuple: kind, dim, factor (or, inside a segment, the factor's number)."""
 
@@ -68,8 +71,8 @@ def undominated(
     emulate: Callable[[V, Any, Any], float],
     is_stored: Callable[[V], bool],
 ) -> dict[Any, tuple[float, Any]]:
-    """The states that no cheaper state dominates, best first, and at most :data:`BEAM` for each way to place the values
-    that are stored.
+    """The states that no cheaper state dominates, best first, and at most :data:`BEAM` for each of at most :data:`WAYS`
+    ways to place the values that are stored.
 
     A state has the placements of each of the *values*; *emulate* prices what it takes to have a value placed as in
     another. This is sound: a dominated state's continuation is available to the dominating state at the same price.
@@ -84,7 +87,7 @@ def undominated(
     kept: list[tuple[float, Any, list[Any]]] = []
     for _, cost, _, state in ordered:
         ways = tuple([state[i] for i in stored])
-        if num.get(ways, 0) == BEAM:
+        if num.get(ways, 0) == BEAM or (ways not in num and len(num) == WAYS):
             continue
         own = [state[i] for i in differing]
         for other, _, placed in kept:

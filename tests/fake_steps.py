@@ -36,11 +36,13 @@ from whale.compile.rank_step import rank_step
 from whale.compile.row_shares import row_shares
 from whale.graph.capture import batch_leaves
 from whale.ir.cluster import Cluster
+from whale.ir.state import StateSharding
 from whale.runtime import messages, random, uploads
 from whale.runtime.attributes import Changes
 from whale.runtime.engine import Engine, signature
 from whale.runtime.failure import Failures
 from whale.runtime.launch import World
+from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
 
 SIZE = 4
@@ -51,6 +53,20 @@ LAYOUTS: dict[str, Any] = {
     "split": ({"": whale.split()}, {}),
     "stages": (None, {"micro_batches": 2}),
 }
+
+PLANS: dict[str, Any] = {
+    "zero 1": ("replicate", {"state": StateSharding(1)}),
+    "zero 3": ("replicate", {"state": StateSharding(3), "recompute": "full", "precision": "bf16"}),
+    "zero 1 in stages": ("stages", {"state": StateSharding(1), "schedule": "zero_bubble", "micro_batches": 4}),
+    "adasum": ("replicate", {"reduce": "adasum"}),
+    "adasum in stages": ("stages", {"reduce": "adasum"}),
+    "adasum and zero 1": ("replicate", {"reduce": "adasum", "state": StateSharding(1)}),
+    "servers": ("replicate", {"reduce": "server", "staleness": 1}),
+    "sums in another dtype": ("replicate", {"gradient_dtype": "bf16"}),
+}
+"""Other options, with each of the layouts' annotations, of one model: :data:`MODEL`."""
+
+MODEL = "examples/models/gpt.py:gpt"
 
 aten = torch.ops.aten
 WAITS = {
@@ -128,7 +144,9 @@ class NoQueue(nullcontext[None]):
 
 def layout_of(model: nn.Module, name: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Annotations and options; None where the model has no list of layers that can be staged."""
-    annotations, options = LAYOUTS[name]
+    layout, more = PLANS.get(name, (name, {}))
+    annotations, options = LAYOUTS[layout]
+    options = options | more
     if annotations is not None:
         return annotations, options
     lists = [path for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
@@ -163,6 +181,7 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
         for path, buffer in loaded.model.named_buffers():
             tensors[path] = torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE)
         data = rank_step(compilation, rank, compilation.program(rank), clock, device=DEVICE)
+        held: dict[tuple[str, Any], Any]
         held = {("parameter" if isinstance(t, nn.Parameter) else "buffer", n): t for n, t in tensors.items()}
         held |= {("constant", n): fake.from_tensor(t).to(DEVICE) for n, t in data.constants.items()}
         made = {one: dist.new_group(list(one.ranks)) for one in communicators(compilation, for_messages=True)}
@@ -174,6 +193,11 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
             used.add(Communicator(purpose, ranks))
             return made[Communicator(purpose, ranks)]
 
+        for unit in (unit for unit in compilation.units if rank in unit.spec.ranks):
+            gathers, sums = (group(p, unit.spec.ranks) for p in ("gathers of parameters", "sums of gradients"))
+            stretch = HeldUnit(unit, rank, {}, DEVICE, gathers, sums, Failures(rank))
+            held["unit", unit.spec.index] = stretch
+            held |= {("gradient", name): slot for name, slot in stretch.slots.items()}
         specs = compilation.rank_specs
         assembled = assemble(
             data,
@@ -222,7 +246,8 @@ def main() -> None:
     random._generator_of = lambda device: Generator()  # type: ignore[assignment, return-value]
     uploads._pinned = lambda x: x.clone()
     torch.cuda.Event = lambda: SimpleNamespace(record=lambda: None)  # type: ignore[misc, assignment]
-    print(json.dumps({spec: {name: step(spec, name) for name in LAYOUTS} for spec in specs}), flush=True)
+    found = {spec: {name: step(spec, name) for name in LAYOUTS} for spec in specs}
+    print(json.dumps({"models": found, "plans": {name: step(MODEL, name) for name in PLANS}}), flush=True)
     os._exit(0)  # threads of autograd for devices that do not exist would not end
 
 

@@ -27,7 +27,7 @@ from whale.ir.placement import Cut, Segment
 from whale.runtime import collectives
 from whale.runtime.agreement import agree, meet, take_from
 from whale.runtime.ending import end_with_own_code
-from whale.runtime.launch import World, current, initialize, local_rank_of_launcher
+from whale.runtime.launch import World, check_device, current, initialize, local_rank_of_launcher
 from whale.runtime.mesh_axes import Axis
 from whale.runtime.module import ParallelModule
 
@@ -74,8 +74,7 @@ def init(*, timeout_seconds: float | None = None, device: str | None = None) -> 
     end_with_own_code()
     if timeout_seconds is not None:
         check_number("timeout_seconds", timeout_seconds, above=0)
-    if device is not None:
-        check_choice("device", device, ("cpu", "cuda"))
+    check_device(device)
     world = initialize(timeout_seconds, device_type=device)
     meet(world, "all ranks to call whale.init")
     world.begin_steps()

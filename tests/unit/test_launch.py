@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import whale
 from whale.errors import PlanMismatchError, UsageError, WorkerError
 from whale.runtime import launch
 from whale.runtime.launch import describe, finalize, groups, initialize
@@ -193,10 +194,15 @@ def test_ranks_with_the_same_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         launch._check_devices_apart(store, 2, 3, here, timedelta(seconds=1))
 
 
-@pytest.mark.parametrize(("name", "whose"), [("xpu", "Intel"), ("mps", "Apple"), ("rocm", "AMD GPUs are 'cuda'")])
-def test_devices_on_which_whale_does_not_run_are_refused_by_name(name: str, whose: str) -> None:
-    with pytest.raises(UsageError, match=f"'{name}'.*'cpu' or 'cuda'.*{whose}"):
-        describe(name)
+UNSUPPORTED = [("xpu", "Intel"), ("mps", "Apple"), ("MPS:0", "Apple"), ("rocm", "AMD GPUs are 'cuda'")]
+
+
+@pytest.mark.parametrize("name", [*UNSUPPORTED, (torch.device("xpu", 1), "Intel")], ids=str)
+@pytest.mark.parametrize("call", [describe, lambda device: whale.init(device=device)], ids=["describe", "init"])
+def test_devices_on_which_whale_does_not_run_are_refused_by_name(name: Any, call: Callable[[Any], Any]) -> None:
+    device, whose = name
+    with pytest.raises(UsageError, match=f"device=.*{whose}.*'cpu' or 'cuda'"):
+        call(device)
 
 
 class Bindable:

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from tests.fake_cuda import SMALL, build_guard
-from tests.fake_steps import Waits
+from tests.fake_steps import PLANS, Waits
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,9 +49,17 @@ def said(guard: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def stepped(guard: Path) -> dict[str, dict[str, dict[str, Any] | None]]:
-    """Waits of training steps of a rank on ``cuda:1``, by model and layout."""
-    found: dict[str, dict[str, dict[str, Any] | None]] = printed_by("tests.fake_steps", *SMALL, preload=str(guard))
+def steps(guard: Path) -> dict[str, dict[str, dict[str, dict[str, Any] | None]]]:
+    """Waits of training steps of a rank on ``cuda:1``: of models, and of one in other plans."""
+    found: dict[str, dict[str, dict[str, dict[str, Any] | None]]]
+    found = printed_by("tests.fake_steps", *SMALL, preload=str(guard))
+    return found
+
+
+@pytest.fixture(scope="module")
+def stepped(steps: dict[str, Any]) -> dict[str, dict[str, dict[str, Any] | None]]:
+    """Waits of steps of models, by model and layout."""
+    found: dict[str, dict[str, dict[str, Any] | None]] = steps["models"]
     return found
 
 
@@ -74,6 +82,12 @@ def test_a_step_never_waits_for_its_device(spec: str, stepped: dict[str, dict[st
     assert found["replicate"] is not None and found["split"] is not None
     for one in found.values():
         assert one is None or (one["waits"], one["watched"]) == ([], ["step 1", "step 2"])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_step_of_no_kind_of_plan_waits(plan: str, steps: dict[str, Any]) -> None:
+    found = steps["plans"][plan]
+    assert (found["waits"], found["unused"]) == ([], [])
 
 
 @pytest.mark.parametrize("spec", SMALL)

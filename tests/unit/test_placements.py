@@ -16,7 +16,7 @@ from whale.ir.cluster import Cluster
 from whale.runtime.collectives import Bridge
 from whale.strategies import sharding
 from whale.strategies.dry_run import TaskCalls, dry_run
-from whale.strategies.states import BEAM, undominated
+from whale.strategies.states import BEAM, WAYS, undominated
 
 
 def gpt2(layers: int = 2, hidden: int = 64, heads: int = 4, vocabulary: int = 4001, **settings: Any) -> nn.Module:
@@ -97,6 +97,32 @@ def test_a_way_to_store_a_matrix_stays_until_its_last_reader_shows_what_it_is_wo
     )
     assert len(kept) == BEAM + 1
     assert (1, 0) in kept
+
+
+def test_layers_that_share_their_weights_are_cut_as_those_that_have_their_own() -> None:
+    """All their matrices are live between layers, with hundreds of ways to store them together."""
+    config = transformers.AlbertConfig(
+        num_hidden_layers=3, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=4000
+    )
+    with torch.device("meta"):
+        model = transformers.AlbertForMaskedLM(config)
+    solved = solve(model, tokens(4, 8), SPLIT)
+    block = "albert.encoder.albert_layer_groups.0.albert_layers.0."
+    placed = [solved.stored(f"{block}{n}.weight") for n in ("attention.query", "attention.dense", "ffn", "ffn_output")]
+    assert placed == ["S(0)", "S(1)", "S(0)", "S(1)"]
+    assert solved.forward["all_reduce"] == 2 * 3 + 1 + 1  # two a layer, of the embedding, and before the head
+
+
+def test_ways_to_store_matrices_are_limited() -> None:
+    kept = undominated(
+        ["one", "other", "third"],
+        {(a, b, c): (float(a + b + c), None) for a in range(9) for b in range(9) for c in range(9)},
+        lambda state, cost: cost,
+        lambda value, have, want: 1e15,
+        lambda value: True,
+    )
+    assert len(kept) == WAYS
+    assert (0, 0, 0) in kept
 
 
 def test_heads_are_cut_whole_in_proportion_to_speed() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import whale
 from tests.small_models import decoder, tokens
@@ -39,6 +40,37 @@ def test_a_batch_goes_where_the_model_is() -> None:
     found = leaves_beside(nn.BatchNorm1d(2, affine=False, device="meta"), (torch.ones(2, 2), 3))
     assert [getattr(x, "device", x) for x in found.values()] == [torch.device("meta"), 3]
     assert all(x.device.type == "cpu" for x in leaves_beside(nn.Identity(), tokens()).values())
+
+
+class Biased(nn.Module):
+    """Attention with a bias of keys, whose gradient is zero except for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x)), y)
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_difference() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 12, 16), "y": torch.randn(8, 12, 16)}
+    report = whale.verify(Biased(), batch, device="cpu", micro_batches=2)
+    assert report.passed, report
+    assert report.gradients["key.bias"] > 0
+
+
+def test_gradients_of_before_are_not_compared_and_stay() -> None:
+    model = decoder(layers=1)
+    batch = tokens()
+    for _ in range(2):
+        assert whale.verify(model, batch, device="cpu", micro_batches=2).passed
+    assert all(x.grad is None for x in model.parameters())
+    model(**batch).backward()
+    before = [None if x.grad is None else x.grad.clone() for x in model.parameters()]
+    assert whale.verify(model, batch, device="cpu").passed
+    assert all(x.grad is not None and torch.equal(x.grad, y) for x, y in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ from whale.runtime.failure import Failures
 from whale.runtime.messages import Work
 from whale.runtime.owned import exchange
 from whale.runtime.ranges import named
+from whale.runtime.uploads import upload
 
 __all__ = ["Combination", "Terms", "combined"]
 
@@ -72,15 +73,23 @@ class Combination:
         self.bounds = spec.bounds or tuple(total * place // num for place in range(num + 1))
         first, last = self.bounds[self.position : self.position + 2]
         number = {name: place for place, name in enumerate(self.adasum.table)}
-        self.numbers: list[int] = []
+        numbers: list[int] = []
         self.lengths: list[int] = []
         start = 0
         for name, size in zip(names, sizes, strict=True):
             held = min(start + size, last) - max(start, first)
             if held > 0:
-                self.numbers.append(number[name])
+                numbers.append(number[name])
                 self.lengths.append(held)
             start += size
+        self._both = torch.tensor([numbers, self.lengths], dtype=torch.int64)
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The numbers in the table of the parameters of this rank's stretch, and their lengths, on a device."""
+        if self._both.device != device:
+            self._both = upload(self._both, device)
+        numbers, lengths = self._both
+        return numbers, lengths
 
     def start(self, total: Tensor) -> Terms:
         """Start to exchange the terms of a vector of the whole bucket."""
@@ -112,7 +121,7 @@ class Combination:
             self.wait(terms.works, self.spec.ranks, device)
         dtype = torch.promote_types(terms.pieces[0].dtype, torch.float32)
         if self.adasum.rows:
-            counts = torch.tensor(self.adasum.rows, dtype=torch.float64).to(device, non_blocking=True)
+            counts = upload(torch.tensor(self.adasum.rows, dtype=torch.float64), device)
         factors = None
         if counts is not None:
             factors = torch.where(counts > 0, counts.sum() / counts, 1.0).to(dtype)
@@ -133,16 +142,17 @@ class Combination:
         if not self.lengths:
             return
         a, b = (torch.stack([gradients[pair[side]] for pair in pairs]) for side in (0, 1))
+        numbers, _ = self._on(dots.device)
         for place, product in enumerate((a * b, a.square(), b.square())):
             sums = [part.sum(-1, dtype=torch.float64) for part in product.split(self.lengths, -1)]
-            dots[:, self.numbers, place] = torch.stack(sums, -1)
+            dots[:, numbers, place] = torch.stack(sums, -1)
 
     def combine(self, gradients: list[Tensor], pairs: Sequence[Pair], factors: Tensor) -> None:
         """Replace the gradients of each pair by their combination, with *factors* (side, pair, parameter)."""
         if not self.lengths:
             return
-        lengths = torch.tensor(self.lengths, device=factors.device)
-        own = factors[:, :, self.numbers].to(gradients[0].dtype)
+        numbers, lengths = self._on(factors.device)
+        own = factors[:, :, numbers].to(gradients[0].dtype)
         for number, (first, second) in enumerate(pairs):
             both = own[:, number].repeat_interleave(lengths, -1, output_size=sum(self.lengths))
             gradients[first].mul_(both[0]).addcmul_(gradients[second], both[1])

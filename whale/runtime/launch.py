@@ -38,6 +38,7 @@ __all__ = [
     "STEP_SECONDS",
     "Seating",
     "World",
+    "check_device",
     "current",
     "describe",
     "families",
@@ -469,13 +470,22 @@ def name_of_unsupported(device_type: str) -> str:
     return _UNSUPPORTED.get(device_type, "")
 
 
+def check_device(device: object) -> None:
+    """Refuse what is no kind of device on which Whale runs, those of other makers by name.
+
+    Raises:
+        UsageError: it is not ``cpu``, ``cuda`` or None.
+    """
+    if device not in (None, "cpu", "cuda"):
+        why = name_of_unsupported(str(device).partition(":")[0].lower())
+        raise UsageError(f"device={device!r}{f': {why}' if why else ' is unknown'}; it can be 'cpu' or 'cuda'")
+
+
 def _device(device_type: str | None) -> torch.device:
-    if device_type not in (None, "cpu", "cuda"):
-        why = name_of_unsupported(device_type)
-        raise UsageError(f"device_type is {device_type!r}; it can be 'cpu' or 'cuda'{f': {why}' if why else ''}")
+    check_device(device_type)
     if device_type == "cpu" or not torch.cuda.is_available():
         if device_type == "cuda":
-            raise UsageError("device_type is 'cuda', but torch sees no CUDA device")
+            raise UsageError("device='cuda', but torch sees no CUDA device")
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 1:  # launchers may show each process its own device only; `initialize` checks that no two are the same

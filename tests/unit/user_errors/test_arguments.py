@@ -57,7 +57,7 @@ def test_an_unknown_or_missing_argument_is_named(call: Callable[[], Any], kind: 
         ({"compile": "max-autotune"}, ["compile is str 'max-autotune'", "True or False"]),
         ({"cuda_graphs": "yes"}, ["cuda_graphs is str 'yes'"]),
         ({"sync_module_states": 0}, ["sync_module_states is int 0"]),
-        ({"device": "tpu"}, ["device='tpu'", "did you mean 'cpu'?"]),
+        ({"device": "tpu"}, ["device='tpu' is unknown", "'cpu' or 'cuda'"]),
         ({"loss_fn": 3}, ["loss_fn is 3"]),
     ],
 )
