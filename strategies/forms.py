@@ -313,7 +313,8 @@ class GroupStatisticsNorm(nn.Module):
         apart = x.reshape(1, rows * groups, each * prod(x.shape[2:]))
         y = _BatchNorm.apply(apart, None, None, self.eps, each * self.space, list(self.sums))[0].view(x.shape)
         y = y if weight is None else y * _along(weight, x)
-        return y if bias is None else y + _along(bias, x)
+        y = y if bias is None else y + _along(bias, x)
+        return y.to(x.dtype)  # of which weights have more bits under torch.autocast
 
     def extra_repr(self) -> str:
         """The groups, and the number of positions of the whole space."""

@@ -25,7 +25,7 @@ from whale.runtime.experts import product_of_groups
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, Source
 from whale.strategies.fused import FusedCall
 from whale.strategies.split_backward import communicates
-from whale.strategies.traced_call import Call, makes_alias, writes
+from whale.strategies.traced_call import Call, makes_alias, writes, written_to
 
 __all__ = ["computed_again", "draws_numbers", "has_regions", "kept_once", "recomputed"]
 
@@ -88,7 +88,7 @@ class _Recomputing:
         forward = derivative.forward
         self.root, self.output = forward.root, forward.graph.output_node()
         self.placeholders = {node: n for n, node in enumerate(_placeholders(forward.graph))}
-        self.written = {used for node in forward.graph.nodes if writes(node) for used in (node, *node.all_input_nodes)}
+        self.written = written_to(forward.graph)
         self.results: set[fx.Node] = set()
         self.regions: dict[fx.Node, _Region] = {}
         self.backward, self.backward_root = fx.Graph(), _copied(derivative.backward.code.root)

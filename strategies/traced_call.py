@@ -42,6 +42,7 @@ __all__ = [
     "sum_without_data",
     "traced",
     "writes",
+    "written_to",
 ]
 
 aten = torch.ops.aten
@@ -352,3 +353,19 @@ def makes_alias(node: fx.Node) -> bool:
     """Whether an operator returns an argument or a view of it; its first one."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(argument.alias_info is not None for argument in schema.arguments)
+
+
+def written_to(graph: fx.Graph) -> set[fx.Node]:
+    """The values of a graph in whose memory something is written after they are made, by themselves or through a
+    view."""
+    owners: dict[fx.Node, fx.Node] = {}  # of the memory
+    written = set()
+    for node in graph.nodes:
+        operands = node.all_input_nodes
+        shares = operands and (node.target is operator.getitem or makes_alias(node))
+        owners[node] = owners[operands[0]] if shares else node
+        if writes(node):
+            names = {argument.name: n for n, argument in enumerate(node.target._schema.arguments) if argument.is_write}
+            given = [node.args[n] if n < len(node.args) else node.kwargs.get(name) for name, n in names.items()]
+            fx.node.map_arg((node, given), lambda one: written.add(owners[one]))
+    return {node for node, owner in owners.items() if owner in written}

@@ -22,6 +22,7 @@ from transformers import (
 
 import whale
 from benchmarks.live_bytes import LiveBytes, living, peak_of
+from tests.distributed import spatial
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, Two
 from tests.small_models import Block, decoder, tokens
@@ -206,6 +207,43 @@ def test_ranks_communicate_as_often_under_every_rule(ranks: Two, name: str) -> N
         assert none[2] == selective[2] == full[2]
         assert (none[2] > 0) == (name == "split")
         assert none[3] > selective[3] > full[3]
+
+
+class Volume(nn.Module):
+    """Layers of a convolution, batch norm and an activation each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([spatial.convolution(1, 4), spatial.convolution(4, 4)])
+
+    def forward(self, volume: Tensor) -> Tensor:
+        for layer in self.layers:
+            volume = layer(volume)
+        return volume.square().mean()
+
+
+def of_a_cut_volume(world: World) -> list[tuple[float, bool, int, int]]:
+    """Results like those of `under_every_rule`, of convolutions that read rows of the other rank."""
+    found = []
+    reference: dict[str, Tensor] = {}
+    for rule in RECOMPUTES:
+        torch.manual_seed(0)
+        model, batch = Volume().double(), {"volume": torch.randn(2, 1, 12, 8, 8).double()}
+        whale.annotate(model, {"": whale.split(dim=2)})
+        made = whale.parallelize(model, batch, device="cpu", recompute=rule, timeout_seconds=20)
+        loss = made.train_step(**batch).item()
+        gradients = made.full_gradients()
+        reference = reference or gradients
+        found.append((loss, equal(gradients, reference), *calls(made)))
+    return found
+
+
+def test_convolutions_of_a_cut_volume_are_computed_again_with_the_rows_of_other_ranks(ranks: Two) -> None:
+    for none, selective, full in ranks.run(of_a_cut_volume):
+        assert none[0] == selective[0] == full[0]
+        assert selective[1] and full[1]
+        assert none[2] == selective[2] == full[2]
+        assert none[3] > full[3]
 
 
 STAGED = """{"world_size": 4, "batch": 8, "micro_batches": 4, "schedule": "%s", "annotations": {

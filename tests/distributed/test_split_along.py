@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
+import whale
 from tests.distributed import spatial, zoo
 from tests.distributed.parity import Setup, Worlds, check
 from tests.distributed.parity import worlds as worlds_of_a_module
 from whale import replicate, split, stage
+from whale.runtime.launch import World
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +59,27 @@ FOUR: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize(("build", "layout", "options"), FOUR.values(), ids=FOUR.keys())
 def test_four_ranks(worlds: Worlds, build: Any, layout: Any, options: dict[str, Any]) -> None:
     check(worlds, 4, build, Setup(layout=layout, **options))
+
+
+def in_low_precision(world: World) -> tuple[float, float]:
+    """Relative errors of the loss and of the gradients in bfloat16, against torch.autocast in one process."""
+    torch.manual_seed(0)
+    local, batch = spatial.windows()
+    local.float()
+    batch = {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
+    model = copy.deepcopy(local)
+    whale.annotate(model, SLABS)
+    parallel = whale.parallelize(model, batch, device="cpu", precision="bf16", timeout_seconds=30)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = local(**batch)
+    expected.backward()
+    found, gradients = parallel.train_step(**batch), parallel.full_gradients()
+    known = {n: x.grad for n, x in local.named_parameters() if x.grad is not None}
+    largest = max(float(x.abs().max()) for x in known.values())
+    error = max(float((gradients[n] - x).abs().max()) for n, x in known.items())
+    return float((found - expected).abs() / expected.abs()), error / largest
+
+
+def test_norms_of_low_precision_have_weights_of_float32(worlds: Worlds) -> None:
+    for loss, gradients in worlds.run(2, in_low_precision):
+        assert loss < 2e-3 and gradients < 3e-2  # bfloat16 has eight bits

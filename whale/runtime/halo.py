@@ -85,19 +85,18 @@ class Halo(CollectiveModule):
     def assemble(self, x: Tensor, received: Sequence[Tensor]) -> Tensor:
         """Own rows and those of others, by rank, in their positions between the padding."""
         reach, dim, index = self.reach, self.reach.dim, self.index
-        first, own = reach.read[index][0], reach.held[index][0]
-        before, after = reach.padding
-        shape = list(x.shape)
-        shape[dim] = before + reach.read[index][1] - first + after
-        result = x.new_empty(shape)
-        result.narrow(dim, 0, before).fill_(reach.value)
-        result.narrow(dim, shape[dim] - after, after).fill_(reach.value)
+        own = reach.held[index][0]
+
+        def padded(size: int) -> list[Tensor]:
+            return [x.new_full((*x.shape[:dim], size, *x.shape[dim + 1 :]), reach.value)] if size else []
+
+        rows = []
         for rank, piece in enumerate(received):
             start, stop = reach.moved(rank, index)
             if stop > start:
-                rows = x.narrow(dim, start - own, stop - start) if rank == index else piece
-                result.narrow(dim, before + start - first, stop - start).copy_(rows)
-        return result
+                rows.append(x.narrow(dim, start - own, stop - start) if rank == index else piece)
+        before, after = reach.padding
+        return torch.cat([*padded(before), *rows, *padded(after)], dim)
 
     def give_back(self, grad: Tensor) -> Tensor:
         """Send the gradients of others' rows back, and add those of own rows."""
