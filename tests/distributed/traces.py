@@ -146,7 +146,9 @@ def _traced(
 
 
 def _bytes(captured: Captured) -> bytes:
-    """A graph's bytes; none where it holds what has none."""
+    """A graph's bytes; none where it holds what has none, or types of outputs, which a capture registers."""
+    if captured.structure is not None:
+        return b""
     try:
         text = dumps(captured)
         loads(text)
