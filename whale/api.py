@@ -7,8 +7,8 @@ raised before any process group is made.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -582,9 +582,6 @@ def verify(
 
     leaves = leaves_beside(model, batch)
     local = model_copy(model, {}).eval()
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in before:
-        parameter.grad = None
     given = [v.clone() if isinstance(v, Tensor) else v for v in leaves.values()]
     plan = options.get("plan")
     if isinstance(plan, (str, PathLike)) and plan != "auto":
@@ -599,11 +596,10 @@ def verify(
         loss = _Loss(local, list(leaves), loss_fn)(*given)
     loss.backward()
     expected = {n: p.grad for n, p in local.named_parameters() if p.requires_grad}
-    parallel = parallelize(model, batch, loss_fn=loss_fn, **options).eval()  # a plan is of the model in its own mode
-    found_loss = parallel._step(leaves, train=True)
-    found = parallel.full_gradients()
-    for parameter, gradient in before:
-        parameter.grad = gradient
+    with _gradients_aside(model):
+        parallel = parallelize(model, batch, loss_fn=loss_fn, **options).eval()  # a plan is of the model in its mode
+        found_loss = parallel._step(leaves, train=True)
+        found = parallel.full_gradients()
     sizes = {n: x.abs().max().item() for n, x in expected.items() if x is not None and n in found}
     least = _LEAST_GRADIENT * max(sizes.values(), default=0.0)
     errors = {
@@ -620,6 +616,19 @@ def verify(
         tolerance=tolerance if tolerance is not None else tolerance_of(local, precision, summed),
         gradients=errors,
     )
+
+
+@contextmanager
+def _gradients_aside(model: nn.Module) -> Iterator[None]:
+    """Without the gradients of a model, which has them again after that."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def leaves_beside(model: nn.Module, batch: Any) -> dict[str, Any]:
