@@ -254,7 +254,8 @@ class _Differentiation:
 
     def _go_back_by_tape(self, node: fx.Node, operands: Sequence[fx.Node], given: Sequence[_Gradient | None]) -> None:
         seeds = tuple(None if gradient is None else gradient.node for gradient in given)
-        found = self.backward.call(from_tape, (self._keep((node, _TAPE)), seeds))
+        again = tuple(self._keep(self._place(x)) for x in operands)
+        found = self.backward.call(from_tape, (self._keep((node, _TAPE)), seeds, again))
         for number, x in enumerate(operands):
             if self.values[x].requires_grad:
                 gradient = self.backward.call(operator.getitem, (found, number))
@@ -372,6 +373,8 @@ def _is_alone(node: Any) -> bool:
             return True
         if node.target is operator.getitem:
             producer = node.args[0]
+            if producer.target is from_tape:
+                return True
             return getattr(producer.target, "_schema", None) is not None and not makes_alias(producer)
         if node.op != "call_function" or getattr(node.target, "_schema", None) is None:
             return False

@@ -1,8 +1,9 @@
 """Parameters that ranks own in stretches, in the graphs that read them: gathered before their first reader.
 
 Where they are gathered once a step a graph waits for them; else it starts to gather each bucket before it waits for the
-one ahead, and has views of a buffer that is freed after their last reader. Ranks start the gathers of a graph in the
-order of the buckets, whatever their operators read first; buckets of a rank alone come as they are read. A forward
+one ahead, and has views of a buffer that is freed after their last reader. Ranks start the gathers of a forward in the
+order in which the model first reads the buckets, and those of a backward from the bucket that it reads last, whatever
+their own operators read; buckets of a rank alone come as they are read. A forward
 keeps no view or cast of such a parameter: the backward gathers it again. It knows graphs and the buckets of their
 parameters; nothing of stages.
 """
@@ -50,6 +51,13 @@ class _Gathering:
         self.places = {name: (u.spec.index, n) for u in units for n, name in enumerate(u.names)}
         self.codes: dict[int, LocalCode] = {}
         self.derivatives: dict[int, Derivative] = {}
+
+    def order(self, units: Sequence[int], *, backward: bool = False) -> list[int]:
+        """The buckets in the order in which a forward, or a backward, gathers them: the same on all ranks."""
+        readers = {index: self.units[index].readers for index in units}
+        if backward:
+            return sorted(units, key=lambda index: (-readers[index][1], index))
+        return sorted(units, key=lambda index: (readers[index][0], -index))
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype in which a parameter is gathered."""
@@ -111,7 +119,7 @@ class _Gathering:
         self, code: LocalCode, names: Mapping[int, str], read: Sequence[int], results: Sequence[fx.Node] | None = None
     ) -> LocalCode:
         """A graph with these results, by default its own."""
-        writing = _Writing(self, list(reversed(read)))
+        writing = _Writing(self, self.order(read))
         for number, node in enumerate(_placeholders(code.graph)):
             writing.env[node] = writing.graph.placeholder(node.name)
             if number in names:
@@ -131,7 +139,7 @@ class _Gathering:
             elif kind == "kept" and what in again:
                 reads[hole] = again[what]
         used = sorted({self.places[read.name][0] for hole, read in reads.items() if hole.users})
-        writing = _Writing(self, used)
+        writing = _Writing(self, self.order(used, backward=True))
         writing.read = reads
         writing.env[sink] = writing.graph.placeholder("sink")
         sources: list[Source] = []

@@ -358,9 +358,9 @@ class _Recorder(WithoutData):
         return choices is not None and len(choices) > 1 and choices[1].outputs[0].kind == "S"
 
     def save(self, x: Tensor) -> Tensor:
-        """Hook that autograd calls for every saved tensor."""
+        """Hook that autograd calls for every saved tensor; what it returned with its history would never be freed."""
         self.saved.setdefault(self.number(x), (self.size(x), self.node))
-        return x
+        return x.detach()
 
     def kept(self, sent: set[int]) -> list[Kept]:
         """Saved tensors, each storage once, without parameters, buffers and the batch."""

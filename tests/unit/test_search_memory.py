@@ -138,7 +138,8 @@ def test_a_tensor_group_keeps_for_recompute_what_its_devices_gather_and_sum(rows
         assert choice.compiled, choice.reason
         assert choice.plan.workload is not None
         searched, compiled = (one.stages[0].kept_bytes[0] for one in (candidate.workload, choice.plan.workload))
-        assert 1.0 <= (searched + rows * profile.row_bytes) / compiled <= 1.12, (degree, rule)
+        # What enters the head is counted whole, of which devices hold parts: a fifteenth of all with four layers.
+        assert 1.0 <= (searched + rows * profile.row_bytes) / compiled <= 1.15, (degree, rule)
 
 
 def compare(

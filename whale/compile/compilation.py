@@ -143,9 +143,9 @@ class Compilation:
 
     @cached_property
     def gathers(self) -> tuple[ReduceSpec, ...]:
-        """The buckets whose parameters are gathered once a step, those first that a forward reads first: they are in
-        the order in which backwards end."""
-        return tuple(unit.spec for unit in reversed(self.units) if unit.spec.gathers == "step")
+        """The buckets whose parameters are gathered once a step, those first that a forward reads first."""
+        units = sorted(self.units, key=lambda unit: unit.readers[0])
+        return tuple(unit.spec for unit in units if unit.spec.gathers == "step")
 
     @cached_property
     def most_in_flight(self) -> dict[int, int]:

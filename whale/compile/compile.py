@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whale.compile.adasum import check_rows_apart, with_row_axes
 from whale.compile.compilation import Compilation, LocalParameter, StoredForm, placement_of
-from whale.compile.exchanges import edges_between, has_idle_ranks, sums_of_gradients
+from whale.compile.exchanges import edges_between, has_idle_ranks, places_of_readers, sums_of_gradients
 from whale.compile.trace import Traced, trace
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import Captured
@@ -194,6 +194,7 @@ def _units_of(compilation: Compilation) -> tuple[Unit, ...]:
     found, local = [], dict[int, dict[str, LocalParameter]]()
     captured = compilation.captured
     nodes = {captured.parameters[n.name]: n for n in captured.graph.nodes if n.name in captured.parameters}
+    places = places_of_readers(captured)
     for spec, names in zip(compilation.reduces, compilation.bucket_parameters, strict=True):
         if spec.bounds:
             rank = spec.ranks[0]
@@ -203,8 +204,17 @@ def _units_of(compilation: Compilation) -> tuple[Unit, ...]:
             shapes = tuple(kind.shape for kind in kinds)
             on_host = all(compilation.stages[stage].state_on_host for stage in spec.stages)
             low = tuple(read_as(nodes[name]) or kinds[0].dtype for name in names)
+            readers = min(places[name][0] for name in names), max(places[name][1] for name in names)
             found.append(
-                Unit(spec=spec, names=names, shapes=shapes, dtype=kinds[0].dtype, read_as=low, on_host=on_host)
+                Unit(
+                    spec=spec,
+                    names=names,
+                    shapes=shapes,
+                    dtype=kinds[0].dtype,
+                    read_as=low,
+                    on_host=on_host,
+                    readers=readers,
+                )
             )
     return tuple(found)
 

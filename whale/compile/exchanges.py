@@ -30,7 +30,7 @@ from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage, nothing_of
 from whale.strategies.transfer import region_shape, transfers
 
-__all__ = ["edges_between", "has_idle_ranks", "sums_of_gradients"]
+__all__ = ["edges_between", "has_idle_ranks", "places_of_readers", "sums_of_gradients"]
 
 
 def edges_between(stages: Sequence[PlacedStage], rows: Sequence[int]) -> tuple[Edge, ...]:
@@ -155,21 +155,16 @@ def sums_of_gradients(
                     _check_sum_of_rows(name, [stage for stage, _ in entries], adasum)
                 part = _Part(name, shape, own, min(read, shape[0]) if read else 0)
                 groups.setdefault((together, sharing, apart, adasum, bool(read)), []).append(part)
-    specs: list[ReduceSpec] = []
-    names: list[tuple[str, ...]] = []
+    found: list[tuple[ReduceSpec, tuple[str, ...]]] = []
     buckets: dict[tuple[int, tuple[_Part, ...]], list[tuple[str, ...]]] = {}
     topology = Topology.of(cluster)
     capacities: dict[Any, int] = {}
-    # What stages share is ready when the last backward of its first reader is done, embeddings at the end of it:
-    # launched first they would keep that stage's own buckets from overlapping that backward.
     tables: dict[tuple[tuple[int, ...], int], dict[str, None]] = {}
     for (_, _, _, adasum, _), parts in groups.items():
         if adasum is not None:
             table = tables.setdefault((adasum.ranks, len(adasum.replicas)), {})
             table.update(dict.fromkeys(part.name for part in parts))
-    for (together, sharing, _, adasum, is_sparse), parts in sorted(
-        groups.items(), key=lambda item: len(item[0][1]) > 1
-    ):
+    for (together, sharing, _, adasum, is_sparse), parts in groups.items():
         if adasum is not None:
             adasum = replace(adasum, table=tuple(tables[adasum.ranks, len(adasum.replicas)]))
         readers_of = [stage for stage in stages if stage.index in sharing]
@@ -198,9 +193,24 @@ def sums_of_gradients(
                 )
             options["adasum"] = adasum
             options["rows"] = by_name[bucket[0]].rows
-            specs.append(ReduceSpec(index=len(specs), ranks=together, stages=sharing, **options))
-            names.append(bucket)
-    return tuple(specs), tuple(names)
+            found.append((ReduceSpec(index=0, ranks=together, stages=sharing, **options), bucket))
+    places = places_of_readers(captured)
+    # Ranks start buckets in one order, whatever their groups: a bucket of others that is ready later would keep one
+    # from overlapping a backward. What stages share is ready when the last backward of its first reader is done.
+    found.sort(key=lambda one: (len(one[0].stages) > 1, one[0].stages, -min(places[name][0] for name in one[1])))
+    specs = tuple(replace(spec, index=index) for index, (spec, _) in enumerate(found))
+    return specs, tuple(names for _, names in found)
+
+
+def places_of_readers(captured: Captured) -> dict[str, tuple[int, int]]:
+    """The places in the graph of the first and the last operator that reads each parameter, by name."""
+    places = {node: place for place, node in enumerate(captured.graph.nodes)}
+    found: dict[str, tuple[int, int]] = {}
+    for node in captured.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.parameters:
+            own = [places[user] for user in node.users] or [0]
+            found[captured.parameters[node.name]] = min(own), max(own)
+    return found
 
 
 def _rows_read(entries: Sequence[tuple[PlacedStage, Value]], ranks: Sequence[int], micro_batches: int) -> int:

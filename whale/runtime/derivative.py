@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 __all__ = ["OnTape", "Tape", "from_tape", "laid_out"]
 
 
 class Tape(NamedTuple):
-    """A call that autograd has recorded: its operands, and its results."""
+    """A call that autograd has recorded: where gradients of its operands and results are made, None where there are
+    none, and its operands while it runs forward or backward."""
 
-    operands: tuple[Tensor, ...]
-    results: tuple[Any, ...]
+    operands: tuple[GradientEdge | None, ...]
+    results: tuple[GradientEdge | None, ...]
+    given: list[Tensor]
 
 
 class OnTape(nn.Module):
     """A call whose backward is not known as a graph; autograd records it.
+
+    The tape has what the call makes for its backward, but no operands: these are given again, so that a parameter that
+    is gathered for each of both is freed between them.
 
     Args:
         call: of a sequence of tensors.
@@ -35,28 +42,113 @@ class OnTape(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Any, Tape]:
         """Its results, and the tape."""
-        with torch.enable_grad():
-            operands = tuple(x.detach().requires_grad_(w) for x, w in zip(tensors, self.wants, strict=True))
+        given = list(tensors)  # emptied: what autograd saves holds these hooks
+        with torch.enable_grad(), saved_tensors_hooks(partial(_place_of, given), partial(_at_place, given)):
+            pairs = zip(tensors, self.wants, strict=True)
+            operands = [_with_edge(x) if wanted else x.detach() for x, wanted in pairs]
+            edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in operands)
             call = self.call if self.module is None else replace(self.call, target=self.module)  # type: ignore[type-var]
             found = call(operands)
         several = isinstance(found, (tuple, list))
         results = tuple(found) if several else (found,)
+        tensors_in = (x if isinstance(x, Tensor) and x.requires_grad else None for x in results)
+        given.clear()
+        tape = Tape(edges, tuple(None if x is None else get_gradient_edge(x) for x in tensors_in), given)
         bare = tuple(x.detach() if isinstance(x, Tensor) else x for x in results)
-        return bare if several else bare[0], Tape(operands, results)
+        return bare if several else bare[0], tape
 
 
-def from_tape(tape: Tape, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of a call's operands, in their layout, from those of its results; None where none is wanted."""
-    wanted = [x for x in tape.operands if x.requires_grad]
-    pairs = [(x, seed) for x, seed in zip(tape.results, seeds, strict=True) if seed is not None]
-    found = iter(torch.autograd.grad([x for x, _ in pairs], wanted, [seed for _, seed in pairs], allow_unused=True))
-    gradients: list[Tensor | None] = []
-    for x in tape.operands:
-        gradient = next(found) if x.requires_grad else None
-        if x.requires_grad:
-            gradient = torch.zeros_like(x) if gradient is None else laid_out(gradient, x.stride())
+def from_tape(tape: Tape, seeds: Sequence[Tensor | None], operands: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of a call's operands, which are given again, from those of its results; None where none is wanted.
+
+    Each is in the layout of its operand, and in memory of its own.
+    """
+    both = zip(tape.results, seeds, strict=True)
+    pairs = [(edge, seed) for edge, seed in both if edge is not None and seed is not None]
+    wanted = [(edge, x) for edge, x in zip(tape.operands, operands, strict=True) if edge is not None]
+    tape.given.extend(operands)
+    try:
+        roots, given = [edge for edge, _ in pairs], [seed for _, seed in pairs]
+        found = torch.autograd.grad(roots, [edge for edge, _ in wanted], given, allow_unused=True)
+    finally:
+        tape.given.clear()
+    taken = {_memory(x) for x in (*given, *operands) if not x.is_sparse}
+    gradients: list[Tensor] = []
+    for gradient, (_, x) in zip(found, wanted, strict=True):
+        if gradient is None:
+            gradient = torch.zeros_like(x)
+        elif not gradient.is_sparse:
+            if _memory(gradient) in taken or gradient.stride() != x.stride() or not _fills_memory(gradient):
+                gradient = laid_out(gradient, x.stride())
+            taken.add(_memory(gradient))
         gradients.append(gradient)
-    return gradients
+    of_wanted = iter(gradients)
+    return [None if edge is None else next(of_wanted) for edge in tape.operands]
+
+
+class _WithEdge(torch.autograd.Function):
+    """A tensor that has a gradient and that its gradient's edge does not hold, as that of a leaf does."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None  # never run: gradients end at its edge
+
+
+def _with_edge(x: Tensor) -> Tensor:
+    found: Tensor = _WithEdge.apply(torch.empty((), requires_grad=True), x.detach())
+    return found
+
+
+class _Place(NamedTuple):
+    """A saved tensor that is a part of an operand: the operand's number, and how far its memory is from that one's."""
+
+    operand: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _place_of(operands: Sequence[Tensor], x: Tensor) -> Tensor | _Place:
+    """The place of a saved tensor in an operand, or the tensor if it is in none; with its history it would hold the
+    node that saves it, which would never be freed."""
+    x = x.detach()
+    if x.layout is not torch.strided:
+        return x
+    begin, end = _extent(x)
+    for number, operand in enumerate(operands):
+        if operand.layout is torch.strided and _memory(operand) == _memory(x) and operand.dtype == x.dtype:
+            first, stop = _extent(operand)
+            if first <= begin and end <= stop:
+                return _Place(number, begin - first, tuple(x.shape), tuple(x.stride()))
+    return x
+
+
+def _at_place(operands: Sequence[Tensor], saved: Tensor | _Place) -> Tensor:
+    """The saved tensor."""
+    if isinstance(saved, Tensor):
+        return saved
+    operand = operands[saved.operand]
+    return operand.as_strided(saved.shape, saved.strides, operand.storage_offset() + saved.offset)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _fills_memory(x: Tensor) -> bool:
+    """Whether a tensor has an element in each place of its memory."""
+    return x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """The first element of a tensor in its memory, and that after the last."""
+    begin = x.storage_offset()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin if x.numel() == 0 else begin + last + 1
 
 
 def laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:

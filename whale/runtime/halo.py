@@ -212,7 +212,7 @@ class WindowedCall(nn.Module):
         own, shape, held = wide.untyped_storage()._cdata, wide.shape, part.detach()
 
         def pack(x: Tensor) -> Tensor | None:
-            return None if x.untyped_storage()._cdata == own and x.shape == shape else x
+            return None if x.untyped_storage()._cdata == own and x.shape == shape else x.detach()
 
         def unpack(x: Tensor | None) -> Tensor:
             return self._again(held, kept) if x is None else x

@@ -47,6 +47,7 @@ class Unit:
         dtype: of all of them.
         read_as: the dtype in which each is gathered, because all that read it cast it to that first.
         on_host: whether the stretches, their gradients and optimizer states are in the host's memory.
+        readers: the places in the model of the first and the last operator that reads one of its parameters.
     """
 
     spec: ReduceSpec
@@ -55,6 +56,7 @@ class Unit:
     dtype: torch.dtype
     read_as: tuple[torch.dtype, ...]
     on_host: bool = False
+    readers: tuple[int, int] = (0, 0)
 
     @property
     def is_cast(self) -> bool:
