@@ -41,7 +41,7 @@ class Exchanged(NamedTuple):
         """The times at which Whale does it: not in tasks in which a replica has no rows."""
         rows = sum(stage.rows)
         last = min(1.0, prices.batch / rows - micro_batches + 1) if prices.batch and rows else 1.0
-        idle = any(round(count * last) < 1 for count in stage.rows)
+        idle = any(round(count * last) < stage.expert for count in stage.rows)  # devices of a group divide them
         return cls(each=stage.level > 1 and micro_batches > 1, tasks=stage.level == 3 and not idle)
 
 

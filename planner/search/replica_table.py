@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from whale.planner.cost.groups import TensorGroup
+from whale.planner.cost.hosts import OF_PROCESSES, host_of
 from whale.planner.cost.memory import message_bytes
 from whale.planner.search.mesh_costs import Array, Integers, ReplicaCosts, Tied, counted_again
 from whale.planner.search.row_table import ACCUMULATION, BACKWARD, FAR, FORWARD, KEPT, NEAR, UPDATE, WORKING, RowTable
@@ -60,7 +61,7 @@ class ReplicaTable(MeshSpace):
         """Whether a replica does not hold the parts [first, last) with given rows of a micro-batch: its `fullness`,
         without its costs of all other parts."""
         first, last = part
-        _, _, fixed, step = self._parameters_of(group.tensor, group.expert, shards, micro_batches)
+        fixed, step = self._state_of(group, shards, micro_batches)
         tied = self._tied_state(group.tensor, shards, micro_batches)
         state = float(fixed[last] - fixed[first]) - counted_again(tied, first, last)
         stepping = float(step[last] - step[first])
@@ -104,6 +105,7 @@ class ReplicaTable(MeshSpace):
             starts, last_layers = self._ends
             sent = np.zeros((4, len(self.chain) + 1))
             sent[:, 1:-1] = table[[*FAR, *NEAR]][:, last_layers]
+            fixed, step = self._state_of(group, shards, micro_batches)
             self._slices[key] = ReplicaCosts(
                 group=group,
                 rows=rows,
@@ -115,15 +117,41 @@ class ReplicaTable(MeshSpace):
                 alone=sent[1],
                 near_latency=sent[2],
                 near_alone=sent[3],
-                fixed=self._parameters_of(group.tensor, group.expert, shards, micro_batches)[2],
+                fixed=fixed,
                 tied=self._tied_state(group.tensor, shards, micro_batches),
-                step=self._parameters_of(group.tensor, group.expert, shards, micro_batches)[3],
+                step=step,
                 kept=kept,
                 handed=self._handed(rows / group.positions),
                 working=np.maximum.reduceat(table[WORKING][self._layers], starts),
                 room=self._room_of(group),
             )
         return self._slices[key]
+
+    def _state_of(self, group: TensorGroup, shards: float, micro_batches: int) -> tuple[Array, Array]:
+        """Sums up to each part of the bytes of state on a device, and of what it needs besides once a step: while the
+        optimizer steps, or where the state is on the host, what leaves no more room here than there."""
+        _, _, fixed, step = self._parameters_of(group.tensor, group.expert, shards, micro_batches)
+        if not self.prices.stack.state_on_host:
+            return fixed, step
+        each = [
+            self._hosted(kind, group.tensor, group.expert, shards) for kind in range(len(self.prices.profile.kinds))
+        ]
+        room = min(map(self._room_on_host, group.ranks))
+        return fixed, np.array(each) @ self._counts * (self._room_of(group) / max(1.0, room)) - fixed
+
+    def _hosted(self, kind: int, tensor: int, expert: int, shards: float) -> float:
+        """Bytes of the state of a layer on a device's host, of which the device has one of *shards* parts."""
+        prices = self.prices
+        dense, experts = prices.parameters_of(kind, tensor, expert)
+        own = dense / (shards * expert) + experts / shards
+        return own * prices.precision.element_bytes * (2 + prices.states)
+
+    def _room_on_host(self, rank: int) -> float:
+        """The part of a host's memory that a device has, without its process."""
+        cluster = self.prices.cluster
+        node = cluster.node_of(rank)
+        taken = 0.0 if cluster.devices[rank].type.is_processor else OF_PROCESSES
+        return host_of(cluster, node).memory_bytes / len(node.ranks) - taken
 
     def _room_of(self, group: TensorGroup) -> float:
         """Capacity of its smallest device, without what the framework takes, and buckets on their way."""
@@ -139,7 +167,7 @@ class ReplicaTable(MeshSpace):
         if key not in self._of_buckets:
             kinds = self.prices.profile.layers
             blocks = [place for place, kind in enumerate(kinds) if self.prices.repeats(kind)] or range(len(kinds))
-            num = BUCKETS[self.prices.stack.zero - 1]
+            num = self.prices.waste * BUCKETS[self.prices.stack.zero - 1]
             self._of_buckets[key] = num * min(
                 self.prices.largest_bucket(self.pools[0].ranks, blocks, tensor, expert, divided=True),
                 sum(self.prices.parameters(blocks, tensor, expert)) * self.prices.gradient_bytes,
@@ -246,8 +274,17 @@ class ReplicaTable(MeshSpace):
         share = shares[:, None, None]
         room = self._room(pool) - working - share * working_each
         fits = room / np.maximum(state + held * (kept + share * kept_each), 1.0)
+        if self.prices.stack.state_on_host:
+            fits = np.minimum(fits, self._held_by_hosts(pool, *division)[None, :, None])
         found: Array = np.floor(np.maximum(fits, 0.0) + 1e-9) / nums
         return found
+
+    def _held_by_hosts(self, pool: int, tensor: int, expert: int, context: int) -> Array:
+        """Of each kind of layer how many have room for their state on the hosts of a pool."""
+        room = max(self._room_on_host(node[0]) for node in self.pools[pool].nodes)
+        shards = self._most_shards(pool, tensor)
+        each = [self._hosted(kind, tensor, expert, shards) for kind in self.layer_counts]
+        return room / np.maximum(each, 1.0)
 
     def _room(self, pool: int) -> float:
         type_ = self.pools[pool].type

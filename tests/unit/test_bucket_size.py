@@ -106,3 +106,34 @@ def test_a_later_batch_and_a_division_of_state_keep_the_size() -> None:
     assert later is not None and later.bucket_parameters == first.bucket_parameters
     divided = compiled(two(FAST), state=StateSharding(level=1))
     assert divided.bucket_parameters == first.bucket_parameters
+
+
+class Normed(nn.Module):
+    """Layers of a norm and a matrix of 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x)).relu()
+        return x.square().mean()
+
+
+def test_buckets_of_other_ranks_do_not_wait_for_one_that_is_ready_last() -> None:
+    with torch.device("meta"):
+        model = Normed()
+    whale.annotate(model, {"": whale.replicate(4), "layers.*": [whale.replicate(2), whale.split(2)]})
+    cluster = Cluster.homogeneous(4, A100, intra=SLOW)
+    compilation = compile_model(
+        model, {"x": torch.randn(4, WIDTH)}, cluster, Options(state=StateSharding(3)), device="cpu", training=True
+    )
+    assert {len(spec.ranks) for spec in compilation.reduces} == {2, 4}
+    both = zip(compilation.reduces, compilation.bucket_parameters, strict=True)
+    *matrices, norms = [names for spec, names in both if 0 in spec.ranks]
+    assert all(name.startswith("norms.") for name in norms)  # one bucket for all: complete when the backward ends
+    first = [min(int(name.split(".")[1]) for name in names) for names in matrices]
+    assert len(first) > 1
+    assert first == sorted(first, reverse=True)

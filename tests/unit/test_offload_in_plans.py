@@ -22,8 +22,9 @@ from whale.ir.plan import Plan
 from whale.ir.profile import MeasuredTimes, ModelProfile
 from whale.ir.state import StateSharding
 from whale.ir.strategy import Offload, Recompute, parse_strategy
+from whale.planner.cost.hosts import OF_PROCESSES
 from whale.planner.explain import savings
-from whale.planner.search import SearchSettings, StageChoice, evaluate
+from whale.planner.search import SearchSettings, StageChoice, evaluate, search
 from whale.predict.costs import Costs
 from whale.predict.peak_memory import brief_peak_memory
 from whale.predict.prediction import predict
@@ -101,11 +102,15 @@ EXPERTS = {"hidden": 32, "heads": 2, "kv_heads": 2, "seq": 8, "vocab": 64, "mlp"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_experts_of_a_rank_stream_through_its_device(device: Any) -> None:
+@pytest.mark.parametrize("ranks", [2, 4], ids="of {}".format)
+@pytest.mark.parametrize("way", ["whole", "cut"])
+def test_experts_of_a_rank_stream_through_its_device(way: Any, ranks: int, device: Any) -> None:
+    """Where replicas have experts too, those of all layers are not gathered before the first attention is."""
     loaded = load_model(
         "examples/models/moe.py:moe", {**EXPERTS, "ffn": 2**15, "top_k": 1}, batch_size=8, device="meta"
     )
-    whale.annotate(loaded.model, {"": replicate(), "layers.*.feed_forward": split()})
+    nest = [replicate(4 // ranks), split(ranks, experts=way)] if ranks < 4 else split(experts=way)
+    whale.annotate(loaded.model, {"": replicate(), "layers.*.feed_forward": nest})
     traced = trace(loaded.model, loaded.batch, device="cpu", training=True, loss_fn=None, promote=False, precision=None)
 
     def held(**way: Any) -> tuple[Any, Any]:
@@ -114,7 +119,7 @@ def test_experts_of_a_rank_stream_through_its_device(device: Any) -> None:
         return found, found.tasks[0]
 
     (_, plain), (divided, task) = held(), held(state=StateSharding(3), offload="state")
-    whole = divided.host_state / 2  # parameters, of which each of four layers has two large ones
+    whole = 4 // ranks * divided.host_state / 2  # parameters, of which each of four layers has two large ones
     assert task.kept == pytest.approx(plain.kept, rel=0.15)
     assert task.forward_peak < plain.forward_peak + 0.5 * whole
     assert task.backward_peak < plain.backward_peak + 0.7 * whole
@@ -182,6 +187,28 @@ def test_a_search_uses_hosts_only_where_nothing_fits_without() -> None:
         searched(machines(2, card(60), size_bytes=2**34))
     with pytest.raises(InfeasibleError, match="in the memory of node0 itself.*would fit with host_memory of"):
         searched(machines(2, card(60), size_bytes=2**27), offload="auto")
+
+
+def test_stages_are_as_long_as_their_hosts_hold(wide: ModelProfile) -> None:
+    """By speed the fast device would have three quarters of the layers, whose state its host does not hold."""
+    fast = DeviceType.of("fast", speed={"float32": 3e10}, memory_bytes=2**33, memory_bandwidth=3e9)
+    slow = DeviceType.of("slow", speed={"float32": 1e10}, memory_bytes=2**33, memory_bandwidth=1e9)
+    link = Link(bandwidth=2e7, latency=1e-6)
+    cluster = Cluster.of([("a", fast), ("b", slow)], inter=link)
+
+    def found(size: int) -> tuple[Any, list[int]]:
+        nodes = tuple(replace(one, host_memory=HostMemory(size_bytes=size)) for one in cluster.nodes)
+        settings = SearchSettings(micro_batches=8, top=1, recompute="none", zero=1, offload="state", precision="fp32")
+        best = search(wide, replace(cluster, nodes=nodes), batch=16, settings=settings).best
+        return best, [one.state for one in best.prediction.hosts]
+
+    best, states = found(2**34)
+    assert len(best.stages) == 2
+    assert max(states) > 0.65 * sum(states)
+    least, states = found(int(0.6 * sum(states) + OF_PROCESSES))
+    assert len(least.stages) == 2
+    assert least.prediction.fits
+    assert 0.5 * sum(states) < max(states) <= 0.6 * sum(states)
 
 
 def test_what_offload_would_free_is_named() -> None:

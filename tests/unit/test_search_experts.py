@@ -21,6 +21,7 @@ from whale.commands.searching import search_plans
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import ModelProfile
+from whale.ir.state import StateSharding
 from whale.ir.workload import DeviceMemory
 from whale.planner.catalog import device_types
 from whale.planner.cost.stage import CostModel
@@ -133,6 +134,21 @@ def test_a_degree_over_which_nothing_can_be_split_is_left_out() -> None:
     given = load_model("examples/models/gshard.py:gshard", SIZES["gshard"] | {"experts": 4}, device="meta")
     profile = profile_model(given.model, given.batch, tensor_degrees=(1,), expert_degrees=(2, 3, 2048))
     assert {one.expert_degree for kind in profile.kinds for one in kind.expert_variants} == {2, 3}
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_a_group_with_less_rows_than_devices_gathers_once_a_step(rows: int) -> None:
+    """A device without rows of a micro-batch runs no graph of it, in which the others would gather with it."""
+    profile, micro_batches = profiled("moe"), BATCH // rows
+    (first,) = stages(profile, (len(profile.layers), 1, 4))
+    first = replace(first, rows=(rows,), state=StateSharding(3))
+    candidate = evaluate(profile, NODE, [first], micro_batches=micro_batches, precision="fp32")
+    choice = PlanWriter(profile, NODE, BATCH, trial("moe")).compiled(candidate, trial("moe"))
+    assert choice.compiled, choice.reason
+    (said,), (real, *_) = candidate.prediction.memory, choice.prediction.memory
+    assert said.parameters == pytest.approx(real.parameters, rel=1e-3)
+    assert held(real) <= 1.02 * held(said)
+    assert held(said) <= 1.5 * held(real)
 
 
 # --- the price --------------------------------------------------------------------------------------------------------
