@@ -254,7 +254,7 @@ class _Differentiation:
 
     def _go_back_by_tape(self, node: fx.Node, operands: Sequence[fx.Node], given: Sequence[_Gradient | None]) -> None:
         seeds = tuple(None if gradient is None else gradient.node for gradient in given)
-        again = tuple(self._keep(self._place(x)) for x in operands)
+        again = tuple(self._keep(self._place(operands[number])) for number in self.calls[node].known.saved)
         found = self.backward.call(from_tape, (self._keep((node, _TAPE)), seeds, again))
         for number, x in enumerate(operands):
             if self.values[x].requires_grad:
@@ -350,7 +350,7 @@ class _Differentiation:
                 continue
             if node in self.traces:
                 wants = tuple(self.values[x].requires_grad for x in operands)
-                pair = self.forward.module(OnTape(call, wants), tuple(tensors))
+                pair = self.forward.module(OnTape(call, wants, self.calls[node].known.saved), tuple(tensors))
                 found, env[node, _TAPE] = (self.forward.call(operator.getitem, (pair, i)) for i in range(2))
             else:
                 args, kwargs = call.filled(tensors)

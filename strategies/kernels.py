@@ -446,7 +446,21 @@ class _Interpreter(fx.Interpreter):
         def run(root: nn.Module, code: LocalCode, given: Sequence[Any]) -> Any:
             return _Interpreter(LocalCode(root, code.graph), self.recorder).run(*given)
 
-        return module.through(run, *args)
+        trained = [x for x in args if x.requires_grad]
+        together = iter(_Together.apply(*trained) if trained else ())
+        return module.through(run, *(next(together) if x.requires_grad else x for x in args))
+
+
+class _Together(torch.autograd.Function):
+    """Tensors whose gradients are there together, as those of a call on a tape."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
 
 
 def _source(node: fx.Node | None) -> fx.Node | None:

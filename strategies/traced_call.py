@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.graph.row_wise import by_target
 from whale.runtime.collectives import Bridge
+from whale.runtime.derivative import noting_saved
 from whale.runtime.local_program import LocalCode
 from whale.runtime.random import SeededCall
 from whale.runtime.recording import recorded, recording
@@ -166,9 +167,11 @@ class Trace:
 
 @dataclass(eq=False)
 class Known:
-    """Facts of calls with equal arguments: tensors like the results, and traces by the kinds of gradients."""
+    """Facts of calls with equal arguments: tensors like the results, the numbers of the operands that autograd saves,
+    as far as that is known, or all, and traces by the kinds of gradients."""
 
     results: Any
+    saved: tuple[int, ...]
     traces: dict[tuple[Kind | None, ...], Trace | None] = field(default_factory=dict)
 
 
@@ -184,17 +187,27 @@ def known_call(call: Call, tensors: Sequence[Tensor]) -> Known:
     key = (target, *given) if module is None or isinstance(module, Bridge) else None
     if key in _known:
         return _known[key]
+    fakes = [Kind.of(x).fake() for x in tensors]
     with recording(), _fakes, torch.enable_grad():
-        found = call([Kind.of(x).fake() for x in tensors])
+        if _is_for_tape(call):
+            with noting_saved(fakes) as saved:
+                found = call(fakes)
+        else:
+            found, saved = call(fakes), set(range(len(fakes)))
         results = pytree.tree_map(
             lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, found
         )
-    known = Known(results)
+    known = Known(results, tuple(sorted(saved)))
     if key is not None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[key] = known
     return known
+
+
+def _is_for_tape(call: Call) -> bool:
+    """Whether a call is not traced: a script's own backward may do anything, such as print, and some modules say so."""
+    return call.target in by_target or getattr(call.module, "is_opaque", False)
 
 
 def traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Trace | None:
@@ -210,9 +223,7 @@ def traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | N
     """
     if isinstance(call.module, Bridge):  # equal ones share the trace, whose exchanges get the name of each
         call = Call(Bridge(call.module.conversion), call.args, call.kwargs)
-    if call.target in by_target:  # a script's own backward may do anything, such as print
-        return None
-    if getattr(call.module, "is_opaque", False):
+    if _is_for_tape(call):
         return None
     primals = [Kind.of(x).fake() for x in tensors]
     tangents = [Kind.of(x).fake() for x in gradients if x is not None]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whale.runtime.derivative import OnTape, from_tape
+from whale.runtime.derivative import OnTape, from_tape, noting_saved
 
 
 class Product(torch.autograd.Function):
@@ -42,16 +42,17 @@ CALLS: dict[str, Callable[[Sequence[Tensor]], Any]] = {
 }
 
 
+@pytest.mark.parametrize("given", [(0, 1), (1,), ()], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_those_of_autograd_in_memory_of_their_own(name: str) -> None:
+def test_gradients_are_those_of_autograd_in_memory_of_their_own(name: str, given: tuple[int, ...]) -> None:
     call = CALLS[name]
     operands = [torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64).t()]
-    results, tape = OnTape(call, (True, True))(*operands)
+    results, tape = OnTape(call, (True, True), given)(*operands)
     results = results if isinstance(results, tuple) else (results,)
     assert not any(x.requires_grad for x in results)
     seeds = [torch.randn_like(x) for x in results]
     again = [torch.empty_like(x).copy_(x) for x in operands]  # where they are now
-    found = from_tape(tape, seeds, again)
+    found = from_tape(tape, seeds, [again[number] for number in given])
 
     leaves = [x.clone().requires_grad_() for x in operands]
     expected = call(leaves)
@@ -71,7 +72,7 @@ def test_a_tape_holds_no_operands_and_frees_what_it_holds(name: str) -> None:
     gc.collect()
     gc.disable()  # nothing is left to it
     try:
-        results, tape = OnTape(CALLS[name], (True, True))(*operands)
+        results, tape = OnTape(CALLS[name], (True, True), (0, 1))(*operands)
         own = [weakref.ref(x.untyped_storage()) for x in operands]
         made = [weakref.ref(x.untyped_storage()) for x in (results if isinstance(results, tuple) else (results,))]
         del operands, results
@@ -80,3 +81,13 @@ def test_a_tape_holds_no_operands_and_frees_what_it_holds(name: str) -> None:
         assert not any(x() is not None for x in made)
     finally:
         gc.enable()
+
+
+def test_it_is_known_which_operands_are_saved() -> None:
+    expected = {"product": {0, 1}, "own function": {0, 1}, "result saved": {0, 1}, "part of an operand": {0, 1}}
+    expected |= {"operand returned": {0, 1}, "equal gradients": set(), "expanded gradient": set(), "unused": set()}
+    for name, call in CALLS.items():
+        operands = [torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)]
+        with noting_saved(operands) as saved:
+            call(operands)
+        assert saved == expected[name], name

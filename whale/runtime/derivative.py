@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,38 +12,54 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-__all__ = ["OnTape", "Tape", "from_tape", "laid_out"]
+__all__ = ["OnTape", "Tape", "from_tape", "laid_out", "noting_saved"]
+
+
+class _Like(NamedTuple):
+    """The properties of a gradient, which are those of its operand."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Tape(NamedTuple):
-    """A call that autograd has recorded: where gradients of its operands and results are made, None where there are
-    none, and its operands while it runs forward or backward."""
+    """A call that autograd has recorded.
+
+    ``operands`` and ``results`` are the places where their gradients are made, None where there are none; ``likes`` the
+    properties of those that are wanted; ``given`` has operands while it runs forward or backward.
+    """
 
     operands: tuple[GradientEdge | None, ...]
     results: tuple[GradientEdge | None, ...]
+    likes: tuple[_Like, ...]
     given: list[Tensor]
 
 
 class OnTape(nn.Module):
     """A call whose backward is not known as a graph; autograd records it.
 
-    The tape has what the call makes for its backward, but no operands: these are given again, so that a parameter that
-    is gathered for each of both is freed between them.
+    The tape has what the call makes for its backward, but not the operands that it saves: these are given again, so
+    that a parameter that is gathered for each of both is freed between them.
 
     Args:
         call: of a sequence of tensors.
         wants: which of them get gradients.
+        again: the numbers of those that are given again.
     """
 
-    def __init__(self, call: Callable[[Sequence[Tensor]], Any], wants: tuple[bool, ...]) -> None:
+    def __init__(
+        self, call: Callable[[Sequence[Tensor]], Any], wants: tuple[bool, ...], again: tuple[int, ...]
+    ) -> None:
         super().__init__()
-        self.call, self.wants = call, wants
+        self.call, self.wants, self.again = call, wants, again
         self.module: nn.Module | None = getattr(call, "module", None)
         """Its module, if it calls one: a copy of it may have a process group."""
 
     def forward(self, *tensors: Tensor) -> tuple[Any, Tape]:
         """Its results, and the tape."""
-        given = list(tensors)  # emptied: what autograd saves holds these hooks
+        given = [tensors[number] for number in self.again]  # emptied: what autograd saves holds these hooks
         with torch.enable_grad(), saved_tensors_hooks(partial(_place_of, given), partial(_at_place, given)):
             pairs = zip(tensors, self.wants, strict=True)
             operands = [_with_edge(x) if wanted else x.detach() for x, wanted in pairs]
@@ -51,35 +68,59 @@ class OnTape(nn.Module):
             found = call(operands)
         several = isinstance(found, (tuple, list))
         results = tuple(found) if several else (found,)
-        tensors_in = (x if isinstance(x, Tensor) and x.requires_grad else None for x in results)
+        tracked = [x if isinstance(x, Tensor) and x.requires_grad else None for x in results]
         given.clear()
-        tape = Tape(edges, tuple(None if x is None else get_gradient_edge(x) for x in tensors_in), given)
+        tape = Tape(
+            edges,
+            tuple(None if x is None else get_gradient_edge(x) for x in tracked),
+            tuple(
+                _Like(tuple(x.shape), x.stride(), x.dtype, x.device)
+                for x, wanted in zip(tensors, self.wants, strict=True)
+                if wanted
+            ),
+            given,
+        )
         bare = tuple(x.detach() if isinstance(x, Tensor) else x for x in results)
         return bare if several else bare[0], tape
 
 
-def from_tape(tape: Tape, seeds: Sequence[Tensor | None], operands: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of a call's operands, which are given again, from those of its results; None where none is wanted.
+@contextmanager
+def noting_saved(tensors: Sequence[Tensor]) -> Iterator[set[int]]:
+    """Note the numbers of the tensors that autograd saves, or parts of which."""
+    found: set[int] = set()
+
+    def note(x: Tensor) -> Tensor:
+        if isinstance(place := _place_of(tensors, x), _Place):
+            found.add(place.operand)
+        return x.detach()
+
+    with saved_tensors_hooks(note, lambda x: x):
+        yield found
+
+
+def from_tape(tape: Tape, seeds: Sequence[Tensor | None], again: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of a call's operands, some of which are given *again*, from those of its results; None where none
+    is wanted.
 
     Each is in the layout of its operand, and in memory of its own.
     """
     both = zip(tape.results, seeds, strict=True)
     pairs = [(edge, seed) for edge, seed in both if edge is not None and seed is not None]
-    wanted = [(edge, x) for edge, x in zip(tape.operands, operands, strict=True) if edge is not None]
-    tape.given.extend(operands)
+    roots, given = [edge for edge, _ in pairs], [seed for _, seed in pairs]
+    tape.given.extend(again)
     try:
-        roots, given = [edge for edge, _ in pairs], [seed for _, seed in pairs]
-        found = torch.autograd.grad(roots, [edge for edge, _ in wanted], given, allow_unused=True)
+        wanted = [edge for edge in tape.operands if edge is not None]
+        found = torch.autograd.grad(roots, wanted, given, allow_unused=True)
     finally:
         tape.given.clear()
-    taken = {_memory(x) for x in (*given, *operands) if not x.is_sparse}
+    taken = {_memory(x) for x in (*given, *again) if x.layout is torch.strided}
     gradients: list[Tensor] = []
-    for gradient, (_, x) in zip(found, wanted, strict=True):
+    for gradient, like in zip(found, tape.likes, strict=True):
         if gradient is None:
-            gradient = torch.zeros_like(x)
-        elif not gradient.is_sparse:
-            if _memory(gradient) in taken or gradient.stride() != x.stride() or not _fills_memory(gradient):
-                gradient = laid_out(gradient, x.stride())
+            gradient = torch.empty_strided(like.shape, like.strides, dtype=like.dtype, device=like.device).zero_()
+        elif gradient.layout is torch.strided:
+            if _memory(gradient) in taken or gradient.stride() != like.strides or not _fills_memory(gradient):
+                gradient = laid_out(gradient, like.strides)
             taken.add(_memory(gradient))
         gradients.append(gradient)
     of_wanted = iter(gradients)
