@@ -68,7 +68,8 @@ def sharded_units(prices: CostModel, stage: ChainStage, kind: Kind, micro_batche
         dense, experts = (size * part for part in prices.parameters(members, stage.tensor, stage.expert))
         num_bytes = dense + experts
         if prices.runs:
-            unit = prices.message_bytes(stage.data_group, num_bytes, stage.tensor, members, divided=True)
+            degree = stage.tensor * stage.expert
+            unit = prices.message_bytes(stage.data_group, num_bytes, degree, members, divided=True)
             num = max(1.0, round(num_bytes / max(1.0, unit)))
         spent = prices.stage(members, kind.group, kind.rows, micro_batches, shards)
         casts = prices.casts(members, (stage.tensor, stage.expert))

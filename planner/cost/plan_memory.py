@@ -163,7 +163,8 @@ class PlanMemory(PlanKinds):
         if stage.data == 1 and (stage.expert > 1 or len(stage.data_group) == 1):
             received = 0.0  # a rank sums the largest buckets with no other
         kept, kept_one, working = activations
-        summed = min(trained * max(1.0, exchanged), (1 + 2 * max(1.0, exchanged)) * unit) + received
+        filled = prices.filled_bucket(stage.data_group, unit)
+        summed = min(trained * max(1.0, exchanged), filled + 2 * max(1.0, exchanged) * unit) + received
         gradients, summing = whole.gradients, max(0.0, received - kept_one / 2)
         if done.each:
             gradients, summing = once, summed

@@ -397,6 +397,11 @@ class CostModel(DeviceGroups):
             largest = max(largest, largest_packed(sizes, capacity))
         return largest
 
+    def filled_bucket(self, ranks: Sequence[int], largest: float) -> float:
+        """Bytes of gradients that wait for others in a bucket of divided state over *ranks*, by the bytes of the
+        *largest* bucket: none in that of a large parameter, whose gradient is one of those that a layer works with."""
+        return 0.0 if largest > self._capacity(ranks, divided=True) else largest
+
     def full_bucket(
         self, ranks: Sequence[int], layers: Sequence[int], degree: int, expert: int = 1, *, divided: bool = False
     ) -> float:

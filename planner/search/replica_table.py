@@ -27,9 +27,9 @@ __all__ = ["HELD", "ReplicaTable", "fewest_holding", "total"]
 HELD = 1 - 1e-9
 """Fraction of layers that counts as all, up to rounding."""
 
-BUCKETS = (0, 3, 5)
-"""Buckets of parameters and gradients that are whole at a time at each level of dividing state, beside what is kept
-(`whale.planner.cost.plan_memory` counts them)."""
+BUCKETS = (0, 2, 4)
+"""Buckets of parameters and gradients that are whole at a time at each level of dividing state, beside what is kept and
+one that is filled (`whale.planner.cost.plan_memory` counts them)."""
 
 EXACT_ROWS = 4
 """Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
@@ -165,13 +165,16 @@ class ReplicaTable(MeshSpace):
             return 0.0
         key = (tensor, expert)
         if key not in self._of_buckets:
-            kinds = self.prices.profile.layers
+            kinds, ranks = self.prices.profile.layers, self.pools[0].ranks
             blocks = [place for place, kind in enumerate(kinds) if self.prices.repeats(kind)] or range(len(kinds))
-            num = self.prices.waste * BUCKETS[self.prices.stack.zero - 1]
-            self._of_buckets[key] = num * min(
-                self.prices.largest_bucket(self.pools[0].ranks, blocks, tensor, expert, divided=True),
+            largest = min(
+                self.prices.largest_bucket(ranks, blocks, tensor, expert, divided=True),
                 sum(self.prices.parameters(blocks, tensor, expert)) * self.prices.gradient_bytes,
             )
+            whole = BUCKETS[self.prices.stack.zero - 1] * largest
+            if self.prices.stack.zero > 1:
+                whole += self.prices.filled_bucket(ranks, largest)
+            self._of_buckets[key] = self.prices.waste * whole
         return self._of_buckets[key]
 
     def _table(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
@@ -280,7 +283,7 @@ class ReplicaTable(MeshSpace):
         return found
 
     def _held_by_hosts(self, pool: int, tensor: int, expert: int, context: int) -> Array:
-        """Of each kind of layer how many have room for their state on the hosts of a pool."""
+        """The number of layers of each kind whose state has room on the hosts of a pool."""
         room = max(self._room_on_host(node[0]) for node in self.pools[pool].nodes)
         shards = self._most_shards(pool, tensor)
         each = [self._hosted(kind, tensor, expert, shards) for kind in self.layer_counts]

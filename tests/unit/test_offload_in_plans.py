@@ -105,7 +105,7 @@ EXPERTS = {"hidden": 32, "heads": 2, "kv_heads": 2, "seq": 8, "vocab": 64, "mlp"
 @pytest.mark.parametrize("ranks", [2, 4], ids="of {}".format)
 @pytest.mark.parametrize("way", ["whole", "cut"])
 def test_experts_of_a_rank_stream_through_its_device(way: Any, ranks: int, device: Any) -> None:
-    """Where replicas have experts too, those of all layers are not gathered before the first attention is."""
+    """Experts of all layers are not gathered before the first attention is, where replicas have experts too."""
     loaded = load_model(
         "examples/models/moe.py:moe", {**EXPERTS, "ffn": 2**15, "top_k": 1}, batch_size=8, device="meta"
     )
@@ -123,6 +123,37 @@ def test_experts_of_a_rank_stream_through_its_device(way: Any, ranks: int, devic
     assert task.kept == pytest.approx(plain.kept, rel=0.15)
     assert task.forward_peak < plain.forward_peak + 0.5 * whole
     assert task.backward_peak < plain.backward_peak + 0.7 * whole
+
+
+def test_the_cost_model_streams_experts_as_compiled_plans_do() -> None:
+    """Each large matrix is a bucket of its own: copies of all to the device and of gradients from it follow another."""
+    sizes = {**EXPERTS, "ffn": 2**15, "top_k": 1}
+    loaded = load_model("examples/models/moe.py:moe", sizes, batch_size=8, device="meta")
+    profile = with_one_way(profile_model(loaded.model, loaded.batch, expert_degrees=(4,)))
+    whale.annotate(loaded.model, {"": replicate(), "layers.*.feed_forward": split(experts="whole")})
+    cluster = machines(4, size_bytes=2**34, device_link=2e8, bandwidth=1e12)
+    way: dict[str, Any] = {"state": StateSharding(3), "offload": "state"}
+    options = Options(micro_batches=2, **way)
+    compilation = compile_model(loaded.model, loaded.batch, cluster, options, device="cpu", training=True)
+    costs = Costs(profile=profile, cluster=cluster, precision="fp32", micro_batches=2)
+    real = predict(compilation, costs, schedule="1f1b", memory_of=brief_peak_memory).prediction
+    only = StageChoice(
+        first=0, last=len(profile.layers), ranks=(0, 1, 2, 3), data=1, tensor=1, expert=4, rows=(4,), **way
+    )
+    said = evaluate(profile, cluster, [only], micro_batches=2).prediction
+    assert said.step_seconds == pytest.approx(real.step_seconds, rel=0.02)
+    assert max(one.total for one in real.memory) <= said.memory[0].total <= 2 * max(one.total for one in real.memory)
+
+
+def with_one_way(profile: ModelProfile) -> ModelProfile:
+    """The profile of layers whose experts are whole."""
+
+    def of(kind: Any) -> Any:
+        return kind.model_copy(
+            update={"expert_variants": tuple(one for one in kind.expert_variants if one.experts == "whole")}
+        )
+
+    return profile.model_copy(update={"kinds": tuple(map(of, profile.kinds))})
 
 
 # --- plans and annotations --------------------------------------------------------------------------------------------

@@ -115,7 +115,8 @@ def from_tape(tape: Tape, seeds: Sequence[Tensor | None], again: Sequence[Tensor
         tape.given.clear()
     taken = {_memory(x) for x in (*given, *again) if x.layout is torch.strided}
     gradients: list[Tensor] = []
-    for gradient, like in zip(found, tape.likes, strict=True):
+    made: Sequence[Tensor | None] = found  # None for operands that no result depends on
+    for gradient, like in zip(made, tape.likes, strict=True):
         if gradient is None:
             gradient = torch.empty_strided(like.shape, like.strides, dtype=like.dtype, device=like.device).zero_()
         elif gradient.layout is torch.strided:
@@ -187,9 +188,9 @@ def _fills_memory(x: Tensor) -> bool:
 
 def _extent(x: Tensor) -> tuple[int, int]:
     """The first element of a tensor in its memory, and that after the last."""
-    begin = x.storage_offset()
+    begin = int(x.storage_offset())
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return begin, begin if x.numel() == 0 else begin + last + 1
+    return begin, begin if x.numel() == 0 else begin + int(last) + 1
 
 
 def laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
