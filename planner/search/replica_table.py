@@ -280,7 +280,7 @@ class ReplicaTable(MeshSpace):
         return found
 
     def _held_by_hosts(self, pool: int, tensor: int, expert: int, context: int) -> Array:
-        """Of each kind of layer how many have room for their state on the hosts of a pool."""
+        """How many layers of each kind have room for their state on the hosts of a pool."""
         room = max(self._room_on_host(node[0]) for node in self.pools[pool].nodes)
         shards = self._most_shards(pool, tensor)
         each = [self._hosted(kind, tensor, expert, shards) for kind in self.layer_counts]

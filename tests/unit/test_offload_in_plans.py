@@ -105,7 +105,7 @@ EXPERTS = {"hidden": 32, "heads": 2, "kv_heads": 2, "seq": 8, "vocab": 64, "mlp"
 @pytest.mark.parametrize("ranks", [2, 4], ids="of {}".format)
 @pytest.mark.parametrize("way", ["whole", "cut"])
 def test_experts_of_a_rank_stream_through_its_device(way: Any, ranks: int, device: Any) -> None:
-    """Where replicas have experts too, those of all layers are not gathered before the first attention is."""
+    """Experts that replicas have too are not gathered for all layers before the first attention is."""
     loaded = load_model(
         "examples/models/moe.py:moe", {**EXPERTS, "ffn": 2**15, "top_k": 1}, batch_size=8, device="meta"
     )

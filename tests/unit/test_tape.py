@@ -30,6 +30,25 @@ class Product(torch.autograd.Function):
         return grad * y, grad * x
 
 
+class Known(torch.autograd.Function):
+    """A script's own function, whose gradients are tensors that the script holds, or a part of one, or saved ones."""
+
+    constant = torch.ones(2, 4, 4, dtype=torch.float64)
+    whole = constant[0].clone()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, place: int) -> Tensor:
+        result = x.new_zeros(4, 4)
+        ctx.place = place
+        ctx.save_for_backward(result)
+        return result if place == 3 else x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        known = (Known.whole, Known.constant[1], ctx.saved_tensors[0], ctx.saved_tensors[0])[ctx.place]
+        return known, grad * 1, None
+
+
 CALLS: dict[str, Callable[[Sequence[Tensor]], Any]] = {
     "product": lambda x: x[0] @ x[1],
     "own function": lambda x: Product.apply(*x),
@@ -63,6 +82,39 @@ def test_gradients_are_those_of_autograd_in_memory_of_their_own(name: str) -> No
         assert torch.equal(gradient, torch.zeros_like(x) if right is None else right)
     owners = [x.untyped_storage().data_ptr() for x in (*seeds, *again, *found) if x is not None]
     assert len(set(owners)) == len(owners)
+
+
+@pytest.mark.parametrize("place", range(4), ids=["constant", "part of a constant", "saved", "result saved"])
+def test_gradients_that_others_hold_are_copied(place: int) -> None:
+    operands = [torch.randn(4, 4, dtype=torch.float64) for _ in range(2)]
+    result, tape = OnTape(lambda x: Known.apply(*x, place), (True, True))(*operands)
+    before = [x.clone() for x in (Known.constant, Known.whole, result)]
+    first, second = from_tape(tape, [torch.randn_like(result)], operands)
+    assert first is not None
+    assert second is not None
+    first.add_(1)
+    second.add_(1)
+    assert all(torch.equal(x, y) for x, y in zip((Known.constant, Known.whole, result), before, strict=True))
+
+
+def test_gradients_that_a_backward_makes_are_not_copied() -> None:
+    operands = [torch.randn(4, 4) for _ in range(2)]
+    made: list[int] = []
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            return x @ y
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            result = grad * 2, grad * 3
+            made.extend(x.data_ptr() for x in result)
+            return result
+
+    result, tape = OnTape(lambda x: Made.apply(*x), (True, True))(*operands)
+    found = from_tape(tape, [torch.randn_like(result)], operands)
+    assert [x.data_ptr() for x in found if x is not None] == made
 
 
 @pytest.mark.parametrize("name", CALLS)

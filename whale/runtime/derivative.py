@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from sys import getrefcount
 from typing import Any, NamedTuple
 
 import torch
@@ -69,20 +70,17 @@ def from_tape(tape: Tape, seeds: Sequence[Tensor | None], operands: Sequence[Ten
     tape.given.extend(operands)
     try:
         roots, given = [edge for edge, _ in pairs], [seed for _, seed in pairs]
-        found = torch.autograd.grad(roots, [edge for edge, _ in wanted], given, allow_unused=True)
+        found = list(torch.autograd.grad(roots, [edge for edge, _ in wanted], given, allow_unused=True))
     finally:
         tape.given.clear()
-    taken = {_memory(x) for x in (*given, *operands) if not x.is_sparse}
-    gradients: list[Tensor] = []
-    for gradient, (_, x) in zip(found, wanted, strict=True):
-        if gradient is None:
-            gradient = torch.zeros_like(x)
-        elif not gradient.is_sparse:
-            if _memory(gradient) in taken or gradient.stride() != x.stride() or not _fills_memory(gradient):
-                gradient = laid_out(gradient, x.stride())
-            taken.add(_memory(gradient))
-        gradients.append(gradient)
-    of_wanted = iter(gradients)
+    for number, (_, x) in enumerate(wanted):
+        if found[number] is None:
+            found[number] = torch.zeros_like(x)
+        elif not found[number].is_sparse:
+            is_alone = _is_alone(found, number)
+            if not is_alone or found[number].stride() != x.stride() or not _fills_memory(found[number]):
+                found[number] = laid_out(found[number], x.stride())
+    of_wanted = iter(found)
     return [None if edge is None else next(of_wanted) for edge in tape.operands]
 
 
@@ -135,6 +133,14 @@ def _at_place(operands: Sequence[Tensor], saved: Tensor | _Place) -> Tensor:
     return operand.as_strided(saved.shape, saved.strides, operand.storage_offset() + saved.offset)
 
 
+def _is_alone(tensors: Sequence[Tensor], number: int) -> bool:
+    """Whether only this sequence holds one of its tensors, and no other tensor has its memory: the backward of a script
+    may return a constant."""
+    if getrefcount(tensors[number]) > 2:  # the sequence, and the argument
+        return False
+    return torch._C._storage_Use_Count(tensors[number].untyped_storage()._cdata) == 2  # the tensor, and this storage
+
+
 def _memory(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
@@ -146,7 +152,7 @@ def _fills_memory(x: Tensor) -> bool:
 
 def _extent(x: Tensor) -> tuple[int, int]:
     """The first element of a tensor in its memory, and that after the last."""
-    begin = x.storage_offset()
+    begin = int(x.storage_offset())
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return begin, begin if x.numel() == 0 else begin + last + 1
 
