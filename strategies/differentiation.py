@@ -33,6 +33,7 @@ from whale.strategies.traced_call import (
     dense,
     known_call,
     makes_alias,
+    makes_gradients_anew,
     sum_without_data,
     traced,
     writes,
@@ -350,7 +351,8 @@ class _Differentiation:
                 continue
             if node in self.traces:
                 wants = tuple(self.values[x].requires_grad for x in operands)
-                pair = self.forward.module(OnTape(call, wants, self.calls[node].known.saved), tuple(tensors))
+                on_tape = OnTape(call, wants, self.calls[node].known.saved, anew=makes_gradients_anew(call))
+                pair = self.forward.module(on_tape, tuple(tensors))
                 found, env[node, _TAPE] = (self.forward.call(operator.getitem, (pair, i)) for i in range(2))
             else:
                 args, kwargs = call.filled(tensors)

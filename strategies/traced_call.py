@@ -39,6 +39,7 @@ __all__ = [
     "fake_like",
     "known_call",
     "makes_alias",
+    "makes_gradients_anew",
     "run_without_data",
     "sum_without_data",
     "traced",
@@ -208,6 +209,14 @@ def known_call(call: Call, tensors: Sequence[Tensor]) -> Known:
 def _is_for_tape(call: Call) -> bool:
     """Whether a call is not traced: a script's own backward may do anything, such as print, and some modules say so."""
     return call.target in by_target or getattr(call.module, "is_opaque", False)
+
+
+def makes_gradients_anew(call: Call) -> bool:
+    """Whether the backward of a call makes its gradients: that of a script may return one that it holds, a constant."""
+    if not getattr(call.module, "is_opaque", False):
+        return False
+    code = getattr(call.module, "code", None)
+    return not isinstance(code, LocalCode) or not any(node.target in by_target for node in code.graph.nodes)
 
 
 def traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Trace | None:

@@ -17,6 +17,7 @@ from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import STATE_ON_HOST, Offload, Recompute, Reduce
+from whale.planner.cost.optimizers import Optimizer
 from whale.planner.cost.precision import precision_named
 
 __all__ = ["Configuration", "Layout", "blocks_of", "even_cuts", "require_parts"]
@@ -48,6 +49,7 @@ class Configuration:
         gradient_dtype: in which Whale sums gradients over ranks; None: in their own number type.
         step_in_backward: whether Whale updates parameters, and frees gradients, when these are summed.
         reduce: how replicas make one gradient of theirs, as Whale runs it.
+        optimizer: whose states are in memory, and whose step is priced, as Whale runs it.
         attention: one fused kernel, spelt out, or by precision and device.
         stack: whose kernels and communication, as `whale.planner.cost.stack` knows it; None: FSDP's where several
             devices share gradients or weights, else Megatron's, as published runs have them.
@@ -75,6 +77,7 @@ class Configuration:
     gradient_dtype: str | None = None
     step_in_backward: bool = False
     reduce: Reduce = "mean"
+    optimizer: Optimizer = "adamw"
     attention: Attention = "auto"
     stack: Literal["whale", "fsdp", "megatron"] | None = None
     layers_per_stage: tuple[int, ...] | None = None

@@ -63,6 +63,7 @@ class Stages:
             gradient_dtype=given.gradient_dtype,
             step_in_backward=given.step_in_backward,
             reduce=given.reduce,
+            optimizer=given.optimizer,
             known=known,
         )
         level = 0 if given.offload == "none" else given.level

@@ -99,7 +99,21 @@ def test_what_was_assumed_stands_in_the_output(cluster: str) -> None:
     assert any(one.startswith("bf16 ") and "--precision" in one for one in said)
     assert any("micro-batches of 1 row" in one and "--micro-batch" in one for one in said)
     assert all(one in run(*given).stdout for one in said)
-    assert any("adamw" in one and "knows no other" in one for one in said)
+    assert "the state of adamw in memory" in said  # as other stacks have it, which run bf16 of this profile
+    as_whale = json.loads(run(*given, "--precision", "fp32", "--json").stdout)["assumptions"]
+    assert "the state of adamw in memory; --optimizer NAME changes it" in as_whale
+
+
+def test_states_of_another_optimizer_are_counted_and_its_step_priced(cluster: str) -> None:
+    given = ("--profile", PROFILE, "--cluster", cluster, "--batch", "8", "--precision", "fp32")
+    names = ("adamw", "sgd_momentum", "sgd")
+    found = {name: json.loads(run(*given, "--optimizer", name, "--json").stdout) for name in names}
+    states = [found[name]["memory"]["optimizer"] for name in found]
+    assert states[0] == pytest.approx(2 * states[1], rel=0.01)
+    assert states[2] == 0
+    seconds = [one["step_seconds"] for one in found.values()]
+    assert seconds[0] > seconds[1] > seconds[2]
+    assert not any("adamw" in one for one in found["sgd"]["assumptions"])
 
 
 @pytest.mark.parametrize(
@@ -117,6 +131,8 @@ def test_what_was_assumed_stands_in_the_output(cluster: str) -> None:
         (("--profile", PROFILE, "--zero", "1", "--state-shares", "3,1", "--precision", "fp32"), "there are 8 replicas"),
         (("--profile", PROFILE, "--ep", "2"), "leave --ep out"),
         (("--profile", PROFILE, "--reduce", "adasum", "--stack", "fsdp"), "--reduce: stacks other than Whale's"),
+        (("--profile", PROFILE, "--optimizer", "sgd", "--stack", "fsdp"), "--optimizer: the step of other stacks"),
+        (("--profile", PROFILE, "--optimizer", "adafactor", "--zero", "1", "--state-align", "row"), "use parameter"),
         (("--profile", PROFILE, "--precision", "fp8"), "A100-SXM4-80GB has no float8; use --precision bf16"),
     ],
 )

@@ -120,6 +120,16 @@ def run(folder: Path, verb: str, *arguments: str) -> Result:
     return CliRunner().invoke(app, [verb, *arguments, "--cluster", str(cluster), "-q"])
 
 
+@pytest.mark.parametrize("verb", ["plan", "search", "estimate"])
+def test_every_command_refuses_bfloat16_on_devices_without_it(tmp_path: Path, verb: str) -> None:
+    cluster = tmp_path / "old.toml"
+    cluster.write_text('[[nodes]]\ndevices = 2\ndevice = "V100-SXM2-32GB"\n', encoding="utf-8")
+    given = (*GIVEN, "--cluster", str(cluster), "--batch", "4", "--precision", "bf16", "-q")
+    result = CliRunner().invoke(app, [verb, *given])
+    assert result.exit_code == 2
+    assert "V100-SXM2-32GB has no bfloat16; use fp16, or leave such devices out" in result.stderr
+
+
 def test_commands_say_the_precision_in_the_plan_and_of_whom_it_is(tmp_path: Path) -> None:
     batch = ("--batch", "8")
     plans = {}

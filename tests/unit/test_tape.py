@@ -30,6 +30,25 @@ class Product(torch.autograd.Function):
         return grad * y, grad * x
 
 
+class Known(torch.autograd.Function):
+    """A script's own function, whose gradients are tensors that the script holds, or a part of one, or saved ones."""
+
+    constant = torch.ones(2, 4, 4, dtype=torch.float64)
+    whole = constant[0].clone()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, place: int) -> Tensor:
+        result = x.new_zeros(4, 4)
+        ctx.place = place
+        ctx.save_for_backward(result)
+        return result if place == 3 else x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        known = (Known.whole, Known.constant[1], ctx.saved_tensors[0], ctx.saved_tensors[0])[ctx.place]
+        return known, grad * 1, None
+
+
 CALLS: dict[str, Callable[[Sequence[Tensor]], Any]] = {
     "product": lambda x: x[0] @ x[1],
     "own function": lambda x: Product.apply(*x),
@@ -42,12 +61,13 @@ CALLS: dict[str, Callable[[Sequence[Tensor]], Any]] = {
 }
 
 
+@pytest.mark.parametrize("anew", [True, False])
 @pytest.mark.parametrize("given", [(0, 1), (1,), ()], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_those_of_autograd_in_memory_of_their_own(name: str, given: tuple[int, ...]) -> None:
+def test_gradients_are_those_of_autograd_in_memory_of_their_own(name: str, given: tuple[int, ...], anew: bool) -> None:
     call = CALLS[name]
     operands = [torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64).t()]
-    results, tape = OnTape(call, (True, True), given)(*operands)
+    results, tape = OnTape(call, (True, True), given, anew=anew)(*operands)
     results = results if isinstance(results, tuple) else (results,)
     assert not any(x.requires_grad for x in results)
     seeds = [torch.randn_like(x) for x in results]
@@ -64,6 +84,49 @@ def test_gradients_are_those_of_autograd_in_memory_of_their_own(name: str, given
         assert torch.equal(gradient, torch.zeros_like(x) if right is None else right)
     owners = [x.untyped_storage().data_ptr() for x in (*seeds, *again, *found) if x is not None]
     assert len(set(owners)) == len(owners)
+
+
+@pytest.mark.parametrize("place", range(4), ids=["constant", "part of a constant", "saved", "result saved"])
+def test_gradients_that_others_hold_are_copied(place: int) -> None:
+    operands = [torch.randn(4, 4, dtype=torch.float64) for _ in range(2)]
+    result, tape = OnTape(lambda x: Known.apply(*x, place), (True, True), (0, 1))(*operands)
+    before = [x.clone() for x in (Known.constant, Known.whole, result)]
+    first, second = from_tape(tape, [torch.randn_like(result)], operands)
+    assert first is not None
+    assert second is not None
+    first.add_(1)
+    second.add_(1)
+    assert all(torch.equal(x, y) for x, y in zip((Known.constant, Known.whole, result), before, strict=True))
+
+
+def test_gradients_that_a_backward_makes_are_not_copied() -> None:
+    operands = [torch.randn(4, 4) for _ in range(2)]
+    made: list[int] = []
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            return x @ y
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            result = grad * 2, grad * 3
+            made.extend(x.data_ptr() for x in result)
+            return result
+
+    result, tape = OnTape(lambda x: Made.apply(*x), (True, True), (0, 1), anew=True)(*operands)
+    found = from_tape(tape, [torch.randn_like(result)], operands)
+    assert [x.data_ptr() for x in found if x is not None] == made
+
+
+def test_a_script_may_disable_hooks() -> None:
+    operands = [torch.randn(4, 4), torch.randn(4, 4)]
+    with torch.autograd.graph.disable_saved_tensors_hooks("the script wants none"):
+        with noting_saved(operands) as saved:
+            CALLS["product"](operands)
+        result, tape = OnTape(CALLS["product"], (True, True), tuple(saved))(*operands)
+        found = from_tape(tape, [torch.ones_like(result)], [])
+    assert found[0] is not None and torch.equal(found[0], torch.ones_like(result) @ operands[1].t())
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from whale.arguments import check_updates
-from whale.cli.assumptions import assumptions_text, is_given
+from whale.cli.assumptions import assumptions_text, is_given, said_of_optimizer
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import (
     AT_LEAST_1,
@@ -31,8 +31,9 @@ from whale.cli.options import (
 )
 from whale.errors import UsageError
 from whale.ir.state import LEVELS
-from whale.ir.strategy import OFFLOADS, REDUCES
+from whale.ir.strategy import OFFLOADS, REDUCES, STATE_ON_HOST
 from whale.ir.units import bytes_text, time_text
+from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 from whale.planner.schedules.orders import SCHEDULES
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ if TYPE_CHECKING:
 @click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
 @click.option("--step-in-backward", is_flag=True, help=STEP_IN_BACKWARD_HELP)
 @click.option("--reduce", type=click.Choice(REDUCES), default="mean", help="How replicas make one gradient [mean].")
+@click.option(
+    "--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", help="Its states must fit in memory [adamw]."
+)
 @click.option("--attention", type=click.Choice(["auto", "fused", "unfused"]), default="auto", help="[auto]")
 @click.option(
     "--stack",
@@ -106,7 +110,10 @@ def estimate(
 
     zero, shares = degrees.pop("zero"), degrees.pop("state_shares")
     offload = degrees.pop("offload")
-    asked = sharding_of(zero, shares, degrees.pop("state_align"), offload, degrees["reduce"])
+    align = degrees.pop("state_align")
+    if costs_of(degrees["optimizer"]).factored and (zero or offload in STATE_ON_HOST) and align == "row":
+        raise UsageError(f"--state-align row: {degrees['optimizer']} computes with whole matrices; use parameter")
+    asked = sharding_of(zero, shares, align, offload, degrees["reduce"])
     auto_shares = shares == "auto"
     configuration = Configuration(
         **degrees, zero=asked.level if asked is not None else 0, state_shares=asked.shares if asked is not None else ()
@@ -129,6 +136,8 @@ def estimate(
         raise UsageError("--step-in-backward: it is predicted as Whale runs it, not as other stacks do; leave it out")
     if configuration.reduce != "mean" and (beyond or configuration.stack not in (None, "whale")):
         raise UsageError("--reduce: stacks other than Whale's sum gradients; leave it out")
+    if configuration.optimizer != "adamw" and (beyond or configuration.stack not in (None, "whale")):
+        raise UsageError("--optimizer: the step of other stacks is that of adamw; leave it out")
     check_updates(configuration.precision, step_in_backward=configuration.step_in_backward, name="--step-in-backward")
     if offload != "none" and (beyond or configuration.stack not in (None, "whale")):
         raise UsageError("--offload: it is priced as Whale runs it, not as other stacks do; leave it out")
@@ -160,7 +169,7 @@ def _defaults(given: Configuration) -> list[str]:
     if not is_given("stack"):
         whose = "Whale" if given.stack == "whale" else "FSDP where weights or gradients are shared, else of Megatron"
         said.append(f"kernels and communication of {whose}; --stack NAME changes it")
-    return [*said, "the state of adamw in memory; whale estimate knows no other"]
+    return [*said, *(said_of_optimizer() if given.stack == "whale" else ("the state of adamw in memory",))]
 
 
 def of_other_stacks(given: Configuration, profile: ModelProfile | None = None) -> list[str]:

@@ -39,6 +39,7 @@ from whale.ir.state import Align, StateSharding
 from whale.ir.strategy import MAX_STALENESS, RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
 from whale.ir.units import counted, time_text
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
+from whale.planner.cost.precision import precision_named
 
 if TYPE_CHECKING:
     from whale.commands.plan_writer import Choice
@@ -148,6 +149,8 @@ def plan(
         state_align = "parameter"
     state = sharding_of(zero, state_shares, state_align, offload, reduce)
     autocast = autocast_of(precision, profile)
+    if precision is not None:
+        precision_named(precision).refuse_without(device.type for device in cluster.devices)
     check_updates(autocast, step_in_backward=step_in_backward, name="--step-in-backward")
     loaded = load_model(spec, parse_settings(settings), batch_size=batch_size, device="meta")
 

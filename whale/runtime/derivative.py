@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,13 +28,15 @@ class Tape(NamedTuple):
     """A call that autograd has recorded.
 
     ``operands`` and ``results`` are the places where their gradients are made, None where there are none; ``likes`` the
-    properties of those that are wanted; ``given`` has operands while it runs forward or backward.
+    properties of those that are wanted; ``given`` has operands while it runs forward or backward; ``anew`` says that
+    gradients are made by the backward, which a script's own need not do.
     """
 
     operands: tuple[GradientEdge | None, ...]
     results: tuple[GradientEdge | None, ...]
     likes: tuple[_Like, ...]
     given: list[Tensor]
+    anew: bool
 
 
 class OnTape(nn.Module):
@@ -47,20 +49,26 @@ class OnTape(nn.Module):
         call: of a sequence of tensors.
         wants: which of them get gradients.
         again: the numbers of those that are given again.
+        anew: whether its backward makes all gradients anew, and returns none that a script holds.
     """
 
     def __init__(
-        self, call: Callable[[Sequence[Tensor]], Any], wants: tuple[bool, ...], again: tuple[int, ...]
+        self,
+        call: Callable[[Sequence[Tensor]], Any],
+        wants: tuple[bool, ...],
+        again: tuple[int, ...],
+        *,
+        anew: bool = False,
     ) -> None:
         super().__init__()
-        self.call, self.wants, self.again = call, wants, again
+        self.call, self.wants, self.again, self.anew = call, wants, again, anew
         self.module: nn.Module | None = getattr(call, "module", None)
         """Its module, if it calls one: a copy of it may have a process group."""
 
     def forward(self, *tensors: Tensor) -> tuple[Any, Tape]:
         """Its results, and the tape."""
         given = [tensors[number] for number in self.again]  # emptied: what autograd saves holds these hooks
-        with torch.enable_grad(), saved_tensors_hooks(partial(_place_of, given), partial(_at_place, given)):
+        with torch.enable_grad(), _hooks(partial(_place_of, given), partial(_at_place, given)):
             pairs = zip(tensors, self.wants, strict=True)
             operands = [_with_edge(x) if wanted else x.detach() for x, wanted in pairs]
             edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in operands)
@@ -79,6 +87,7 @@ class OnTape(nn.Module):
                 if wanted
             ),
             given,
+            self.anew,
         )
         bare = tuple(x.detach() if isinstance(x, Tensor) else x for x in results)
         return bare if several else bare[0], tape
@@ -94,7 +103,7 @@ def noting_saved(tensors: Sequence[Tensor]) -> Iterator[set[int]]:
             found.add(place.operand)
         return x.detach()
 
-    with saved_tensors_hooks(note, lambda x: x):
+    with _hooks(note, lambda x: x):
         yield found
 
 
@@ -120,12 +129,19 @@ def from_tape(tape: Tape, seeds: Sequence[Tensor | None], again: Sequence[Tensor
         if gradient is None:
             gradient = torch.empty_strided(like.shape, like.strides, dtype=like.dtype, device=like.device).zero_()
         elif gradient.layout is torch.strided:
-            if _memory(gradient) in taken or gradient.stride() != like.strides or not _fills_memory(gradient):
+            alone = tape.anew and _memory(gradient) not in taken and _fills_memory(gradient)
+            if not alone or gradient.stride() != like.strides:
                 gradient = laid_out(gradient, like.strides)
             taken.add(_memory(gradient))
         gradients.append(gradient)
     of_wanted = iter(gradients)
     return [None if edge is None else next(of_wanted) for edge in tape.operands]
+
+
+def _hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
+    """Hooks for what autograd saves, unless a script has disabled them: then the tape holds all that it saves."""
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return saved_tensors_hooks(pack, unpack) if enabled else nullcontext()
 
 
 class _WithEdge(torch.autograd.Function):
