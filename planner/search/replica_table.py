@@ -37,9 +37,11 @@ EXACT_ROWS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaTable(MeshSpace):
-    """Costs of replicas, each computed once. Up to ``exact_rows`` rows times are not interpolated."""
+    """Costs of replicas, each computed once. Up to ``exact_rows`` rows times are not interpolated; with ``any_hosts``
+    these hold all that is on them."""
 
     exact_rows: int = EXACT_ROWS
+    any_hosts: bool = False
     _slices: dict[Any, ReplicaCosts] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
     _parts: dict[Any, Array] = field(default_factory=dict, init=False)
@@ -73,6 +75,8 @@ class ReplicaTable(MeshSpace):
             handed = self._handed(rows / group.positions)
             way = message_bytes(handed[first], handed[last], held)
             most = max(own for num, own in zip(nums, working, strict=True) if num)
+            if (whole := self._kept_whole(group, rows)) is not None:
+                most += float(whole[last] - whole[first])
             return bool(state + held * total(nums, kept) + way + most > room)
 
         if state + stepping > room:
@@ -106,6 +110,8 @@ class ReplicaTable(MeshSpace):
             sent = np.zeros((4, len(self.chain) + 1))
             sent[:, 1:-1] = table[[*FAR, *NEAR]][:, last_layers]
             fixed, step = self._state_of(group, shards, micro_batches)
+            if (whole := self._kept_whole(group, rows)) is not None:
+                fixed = fixed + whole
             self._slices[key] = ReplicaCosts(
                 group=group,
                 rows=rows,
@@ -131,13 +137,21 @@ class ReplicaTable(MeshSpace):
         """Sums up to each part of the bytes of state on a device, and of what it needs besides once a step: while the
         optimizer steps, or where the state is on the host, what leaves no more room here than there."""
         _, _, fixed, step = self._parameters_of(group.tensor, group.expert, shards, micro_batches)
-        if not self.prices.stack.state_on_host:
+        if not self.prices.stack.state_on_host or self.any_hosts:
             return fixed, step
         each = [
             self._hosted(kind, group.tensor, group.expert, shards) for kind in range(len(self.prices.profile.kinds))
         ]
         room = min(map(self._room_on_host, group.ranks))
         return fixed, np.array(each) @ self._counts * (self._room_of(group) / max(1.0, room)) - fixed
+
+    def _kept_whole(self, group: TensorGroup, rows: int) -> Array | None:
+        """Sums up to each part of the bytes of parameters that a device keeps from micro-batch to micro-batch although
+        replicas divide them: where a device has no rows they are gathered once a step."""
+        if self.prices.stack.zero < 3 or rows >= group.expert:
+            return None
+        dense, experts, *_ = self._parameters_of(group.tensor, group.expert)
+        return (dense + experts) * self.prices.precision.element_bytes
 
     def _hosted(self, kind: int, tensor: int, expert: int, shards: float) -> float:
         """Bytes of the state of a layer on a device's host, of which the device has one of *shards* parts."""
@@ -277,7 +291,7 @@ class ReplicaTable(MeshSpace):
         share = shares[:, None, None]
         room = self._room(pool) - working - share * working_each
         fits = room / np.maximum(state + held * (kept + share * kept_each), 1.0)
-        if self.prices.stack.state_on_host:
+        if self.prices.stack.state_on_host and not self.any_hosts:
             fits = np.minimum(fits, self._held_by_hosts(pool, *division)[None, :, None])
         found: Array = np.floor(np.maximum(fits, 0.0) + 1e-9) / nums
         return found

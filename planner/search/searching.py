@@ -296,6 +296,7 @@ class _Searches:
                 "--time-limit"
             )
         for other in self.overfull:  # the first that fits on devices says what hosts would need
+            other.meshes = replace(other.meshes, any_hosts=True)
             self._run(other)
             if other.best:
                 self.last = other

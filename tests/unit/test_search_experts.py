@@ -28,7 +28,7 @@ from whale.planner.cost.stage import CostModel
 from whale.planner.search import Degrees, Fixed, SearchSettings, StageChoice, evaluate, search
 from whale.planner.search.bound import least_seconds
 from whale.planner.search.evaluate import score
-from whale.planner.search.space import Chain, pools_of
+from whale.planner.search.space import Chain, Mesh, pools_of
 from whale.planner.search.table import CostTable
 from whale.planner.search.to_plan import annotations_of
 from whale.strategies.profile import profile_model
@@ -149,6 +149,12 @@ def test_a_group_with_less_rows_than_devices_gathers_once_a_step(rows: int) -> N
     assert said.parameters == pytest.approx(real.parameters, rel=1e-3)
     assert held(real) <= 1.02 * held(said)
     assert held(said) <= 1.5 * held(real)
+    prices = CostModel.of(profile, NODE, precision="fp32").under("none", 3)
+    chain = Chain.of((), len(profile.layers), None)
+    table = CostTable(prices=prices, pools=pools_of(NODE), chain=chain)
+    costs = table.costs(Mesh((4,), 1, 4), rows, micro_batches)
+    whole = costs.slices[0].fixed[-1] - table.costs(Mesh((4,), 1, 4), 4, BATCH // 4).slices[0].fixed[-1]
+    assert (whole > 0.9 * real.parameters) == (rows < 4)
 
 
 # --- the price --------------------------------------------------------------------------------------------------------
