@@ -1,9 +1,11 @@
-"""Recompute and low precision: GPT-2 (8 layers, 256 wide, 8 x 128) on two replicas.
+"""Recompute and low precision: GPT-2 (its 12 layers, 256 wide, 8 x 128) on two replicas.
 
 Recompute is compared with steps of Whale that keep everything, and with PyTorch's checkpoints in every block
-(`gradient_checkpointing_enable`) under DistributedDataParallel. Memory is the peak of a step's live bytes without
-parameters and gradients; time that of a forward and backward. bfloat16 is compared with DistributedDataParallel under
-torch.autocast, by time, and by the largest difference of the losses of ten steps of AdamW.
+(`gradient_checkpointing_enable`) under DistributedDataParallel. Memory is the peak of a step's live bytes beside
+parameters and gradients, which are there all the time: it has what one layer computes again, which weighs less where
+several micro-batches are in flight (the first of two stages). Time is that of a forward and backward. bfloat16 is
+compared with DistributedDataParallel under torch.autocast, by time, and by the largest difference of the losses of ten
+steps of AdamW.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch.optim import AdamW
 import whale
 from whale.ir.strategy import Recompute
 
-LAYERS, ROWS, LENGTH = 8, 8, 128
+LAYERS, ROWS, LENGTH = 12, 8, 128
 
 
 def replicated(**options: Any) -> Any:
@@ -39,13 +41,13 @@ def own_rows() -> dict[str, Tensor]:
     return {name: x[half * dist.get_rank() :][:half] for name, x in batch(ROWS, LENGTH).items()}
 
 
-def whale_step(model: Any) -> None:
-    model.zero_grad()
+def whale_step(model: Any, *, keeps_gradients: bool = False) -> None:
+    model.zero_grad(set_to_none=not keeps_gradients)
     model.train_step(**batch(ROWS, LENGTH))
 
 
-def torch_step(model: nn.Module, dtype: torch.dtype | None = None) -> float:
-    model.zero_grad()
+def torch_step(model: nn.Module, dtype: torch.dtype | None = None, *, keeps_gradients: bool = False) -> float:
+    model.zero_grad(set_to_none=not keeps_gradients)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
         loss: Tensor = model(**own_rows()).loss
     loss.backward()
@@ -56,14 +58,22 @@ def activations(make: Callable[[], Callable[[], object]]) -> float:
     """Peak bytes of a step beside parameters and gradients, of the rank with more."""
     others = frozenset(living())
     with LiveBytes(others) as live:
-        step = make()
+        step: Any = make()
+        step.keywords["keeps_gradients"] = True
         peak = peak_of(step, live)
-    parameters = sum(x.numel() * x.element_size() for x in gpt2(layers=LAYERS).parameters())
+    parameters = sum(x.numel() * x.element_size() for x in step.args[0].parameters())
     return over_ranks(float(peak - 2 * parameters), dist.ReduceOp.MAX)
 
 
 def with_rule(rule: Recompute) -> Callable[[], object]:
     return partial(whale_step, replicated(recompute=rule))
+
+
+def in_stages(rule: Recompute) -> Callable[[], object]:
+    model = gpt2(layers=LAYERS)
+    whale.annotate(model, {"transformer.wte": whale.stage(), f"transformer.h.{LAYERS // 2}": whale.stage()})
+    options = {"recompute": rule, "micro_batches": 2, "device": "cpu"}
+    return partial(whale_step, whale.parallelize(model, batch(ROWS, LENGTH), **options))
 
 
 def checkpointed() -> Callable[[], object]:
@@ -95,10 +105,12 @@ def main() -> None:
     everything = activations(partial(with_rule, "none"))
     torch_bytes = activations(checkpointed)
     for rule, most, longest in (("selective", 0.40, 1.10), ("full", 0.25, 1.30)):
-        kept = activations(partial(with_rule, rule))
-        rows.append(Row(f"{rule} against none, memory", kept, everything, most, unit="B").cells())
+        replicas = activations(partial(with_rule, rule))
+        rows.append(Row(f"{rule} against none, memory", replicas, everything, most, unit="B").cells())
+        kept, whole = (activations(partial(in_stages, one)) for one in (rule, "none"))
+        rows.append(Row(f"{rule} against none, memory, two in flight", kept, whole, most, unit="B").cells())
         if rule == "full":
-            rows.append(Row("full against torch's checkpoints, memory", kept, torch_bytes, 1.0, unit="B").cells())
+            rows.append(Row("full against torch's checkpoints, memory", replicas, torch_bytes, 1.0, unit="B").cells())
         rows.append(timed(f"{rule} against none, time", with_rule(rule), with_rule("none"), target=longest).cells())
     rows.append(timed("full against torch's checkpoints, time", with_rule("full"), checkpointed(), target=1.0).cells())
     low, plain = replicated(precision="bf16"), DistributedDataParallel(gpt2(layers=LAYERS))
