@@ -39,7 +39,6 @@ from whale.ir.state import Align, StateSharding
 from whale.ir.strategy import MAX_STALENESS, RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
 from whale.ir.units import counted, time_text
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
-from whale.planner.cost.precision import precision_named
 
 if TYPE_CHECKING:
     from whale.commands.plan_writer import Choice
@@ -120,6 +119,7 @@ def plan(
     if spec is not None and replicas is not None and stages is None:
         raise UsageError("--replicas is for --stages; an annotated model says its replicas itself")
     from whale.ir.profile import ModelProfile
+    from whale.planner.cost.precision import precision_named
     from whale.planner.schedules.orders import SCHEDULES
 
     refuse_same({"-o": output}, {"--cluster": cluster_file, "--profile": profile_file})
