@@ -2,10 +2,10 @@
 
 Recompute is compared with steps of Whale that keep everything, and with PyTorch's checkpoints in every block
 (`gradient_checkpointing_enable`) under DistributedDataParallel. Memory is the peak of a step's live bytes beside
-parameters and gradients, which are there all the time: it has what one layer computes again, which weighs less where
-several micro-batches are in flight (the first of two stages). Time is that of a forward and backward. bfloat16 is
-compared with DistributedDataParallel under torch.autocast, by time, and by the largest difference of the losses of ten
-steps of AdamW.
+parameters and gradients, which are there all the time: it has what one layer computes again, too. *Two in flight* is
+the first of two stages, which has two micro-batches of half of the layers. Time is that of a forward and backward.
+bfloat16 is compared with DistributedDataParallel under torch.autocast, by time, and by the largest difference of the
+losses of ten steps of AdamW.
 """
 
 from __future__ import annotations

@@ -595,17 +595,14 @@ def verify(
     with torch.autocast(device, dtype) if dtype is not None else nullcontext():
         loss = _Loss(local, list(leaves), loss_fn)(*given)
     loss.backward()
-    expected = {n: p.grad for n, p in local.named_parameters() if p.requires_grad}
+    expected = {n: p.grad for n, p in local.named_parameters() if p.requires_grad and p.grad is not None}
     with _gradients_aside(model):
         parallel = parallelize(model, batch, loss_fn=loss_fn, **options).eval()  # a plan is of the model in its mode
         found_loss = parallel._step(leaves, train=True)
         found = parallel.full_gradients()
-    sizes = {n: x.abs().max().item() for n, x in expected.items() if x is not None and n in found}
+    sizes = {n: x.abs().max().item() for n, x in expected.items() if n in found}
     least = _LEAST_GRADIENT * max(sizes.values(), default=0.0)
-    errors = {
-        n: (found[n] - expected[n]).abs().max().item() / (max(size, least) or 1.0)  # type: ignore[operator]
-        for n, size in sizes.items()
-    }
+    errors = {n: (found[n] - expected[n]).abs().max().item() / (max(size, least) or 1.0) for n, size in sizes.items()}
     worst = max(errors, key=lambda n: errors[n], default="")
     return ParityReport(
         loss=found_loss.item(),

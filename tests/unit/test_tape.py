@@ -86,6 +86,24 @@ def test_gradients_are_those_of_autograd_in_memory_of_their_own(name: str, given
     assert len(set(owners)) == len(owners)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_operands_may_be_given_again_in_another_layout(name: str) -> None:
+    """Copies of what was interleaved in one memory, or lay in another order."""
+    memory = torch.randn(4, 8, dtype=torch.float64)
+    for operands in ([memory[:, ::2], memory[:, 1::2]], [memory[:, :4].t().contiguous().t(), memory[:, 4:]]):
+        results, tape = OnTape(CALLS[name], (True, True), (0, 1))(*operands)
+        results = results if isinstance(results, tuple) else (results,)
+        seeds = [torch.randn_like(x) for x in results]
+        found = from_tape(tape, seeds, [x.clone(memory_format=torch.contiguous_format) for x in operands])
+        leaves = [x.clone().requires_grad_() for x in operands]
+        expected = CALLS[name](leaves)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        known = torch.autograd.grad(expected, leaves, seeds, allow_unused=True)
+        for gradient, right in zip(found, known, strict=True):
+            assert gradient is not None
+            assert torch.allclose(gradient, torch.zeros_like(gradient) if right is None else right, atol=0, rtol=1e-14)
+
+
 @pytest.mark.parametrize("place", range(4), ids=["constant", "part of a constant", "saved", "result saved"])
 def test_gradients_that_others_hold_are_copied(place: int) -> None:
     operands = [torch.randn(4, 4, dtype=torch.float64) for _ in range(2)]

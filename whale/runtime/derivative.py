@@ -161,13 +161,20 @@ def _with_edge(x: Tensor) -> Tensor:
     return found
 
 
-class _Place(NamedTuple):
-    """A saved tensor that is a part of an operand: the operand's number, and how far its memory is from that one's."""
+class _Part(NamedTuple):
+    """A part of a tensor without gaps: how far its memory is from the tensor's, and the strides that this had."""
 
-    operand: int
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    of: tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """A saved tensor that is an operand or a part of one: the operand's number, and which part; None: all of it."""
+
+    operand: int
+    part: _Part | None
 
 
 def _place_of(operands: Sequence[Tensor], x: Tensor) -> Tensor | _Place:
@@ -178,19 +185,26 @@ def _place_of(operands: Sequence[Tensor], x: Tensor) -> Tensor | _Place:
         return x
     begin, end = _extent(x)
     for number, operand in enumerate(operands):
-        if operand.layout is torch.strided and _memory(operand) == _memory(x) and operand.dtype == x.dtype:
-            first, stop = _extent(operand)
-            if first <= begin and end <= stop:
-                return _Place(number, begin - first, tuple(x.shape), tuple(x.stride()))
+        if operand.layout is not torch.strided or _memory(operand) != _memory(x) or operand.dtype != x.dtype:
+            continue
+        first, stop = _extent(operand)
+        if (begin, x.shape, x.stride()) == (first, operand.shape, operand.stride()):
+            return _Place(number, None)
+        if first <= begin and end <= stop and stop - first == operand.numel():
+            return _Place(number, _Part(begin - first, tuple(x.shape), tuple(x.stride()), tuple(operand.stride())))
     return x
 
 
 def _at_place(operands: Sequence[Tensor], saved: Tensor | _Place) -> Tensor:
-    """The saved tensor."""
+    """The saved tensor, from operands that may be in another layout now."""
     if isinstance(saved, Tensor):
         return saved
-    operand = operands[saved.operand]
-    return operand.as_strided(saved.shape, saved.strides, operand.storage_offset() + saved.offset)
+    operand, part = operands[saved.operand], saved.part
+    if part is None:
+        return operand
+    if operand.stride() != part.of:
+        operand = laid_out(operand, part.of)
+    return operand.as_strided(part.shape, part.strides, operand.storage_offset() + part.offset)
 
 
 def _memory(x: Tensor) -> int:
