@@ -94,13 +94,8 @@ class _Gathering:
         def backward(given: LocalGraph) -> LocalGraph:
             return self._backward(given, names, again, moved)
 
-        split = derivative.split
-        return replace(
-            derivative,
-            forward=self._forward(derivative.forward, names, read, results),
-            backward=backward(derivative.backward),
-            split=split and replace(split, inputs=backward(split.inputs), weights=backward(split.weights)),
-        )
+        forward = self._forward(derivative.forward, names, read, results)
+        return replace(derivative, forward=forward).with_backwards(backward)
 
     def _made_of_parameters(self, graph: fx.Graph, names: Mapping[int, str]) -> dict[fx.Node, str]:
         """The views and casts of parameters that are gathered in each task, with the names of these."""

@@ -7,8 +7,6 @@ knows graphs and operators; nothing of buckets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,42 +15,12 @@ from torch import Tensor, fx
 
 from whale.graph.nodes import node_copy
 from whale.runtime.derivative import laid_out
-from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, LocalProgram
+from whale.runtime.local_program import LocalCode
 from whale.strategies.traced_call import makes_alias
 
-__all__ = ["with_gradients_in_place"]
+__all__ = ["gradients_in_place", "out_form"]
 
 aten = torch.ops.aten
-
-
-def with_gradients_in_place(programs: Sequence[LocalProgram]) -> list[LocalProgram]:
-    """The programs of a stage's micro-batches, whose backwards write gradients into memory from the sink; equal ones
-    share theirs."""
-    codes: dict[int, LocalCode] = {}
-    found: dict[int, LocalProgram] = {}
-
-    def of_graph(graph: LocalGraph) -> LocalGraph:
-        if id(graph.code) not in codes:
-            codes[id(graph.code)] = _in_place(graph.code)
-        return LocalGraph(codes[id(graph.code)], graph.sources)
-
-    def of_derivative(derivative: Derivative) -> Derivative:
-        split = derivative.split
-        if split is not None:
-            split = replace(split, inputs=of_graph(split.inputs), weights=of_graph(split.weights))
-        return replace(derivative, backward=of_graph(derivative.backward), split=split)
-
-    derivatives: dict[int, Derivative] = {}
-    for program in programs:
-        if id(program) in found:
-            continue
-        derivative = program.derivative
-        if derivative is not None:
-            if id(derivative) not in derivatives:
-                derivatives[id(derivative)] = of_derivative(derivative)
-            derivative = derivatives[id(derivative)]
-        found[id(program)] = replace(program, derivative=derivative)
-    return [found[id(program)] for program in programs]
 
 
 class _Write(NamedTuple):
@@ -65,7 +33,8 @@ class _Write(NamedTuple):
     number: int
 
 
-def _in_place(code: LocalCode) -> LocalCode:
+def gradients_in_place(code: LocalCode) -> LocalCode:
+    """A backward that writes gradients into memory from its sink."""
     writes = {}
     for node in code.graph.nodes:
         if node.op == "call_method" and node.target == "add":
@@ -131,11 +100,12 @@ def _writing(node: fx.Node) -> Any:
     """The form of an operator that writes its result into given memory; None if it has none of its own."""
     if node.target is aten._to_copy.default:
         return aten.copy_.default if set(node.kwargs) <= {"dtype"} else None
-    return _out_form(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    return out_form(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
 
 
 @cache
-def _out_form(operator: torch._ops.OpOverload) -> Any:
+def out_form(operator: torch._ops.OpOverload) -> Any:
+    """The form of an operator that writes its result into given memory, as ``out``; None if it has none of its own."""
     given = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
     for name in operator.overloadpacket.overloads():
         form = getattr(operator.overloadpacket, name)

@@ -35,6 +35,7 @@ from whale.strategies.dry_run import (
     tensors_in,
 )
 from whale.strategies.fused import FUSED, Traffic, fused, work_of_attention
+from whale.strategies.less_memory import in_less_memory
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.recompute import computed_again, recomputed
 
@@ -122,6 +123,7 @@ def trace_again(
     for rule in rules:
         changed = recomputed(whole, rule)
         if changed is not whole:
+            changed = changed.with_backwards(lambda graph: LocalGraph(in_less_memory(graph.code), graph.sources))
             found[rule] = _run_again(captured, stage, replace(program, derivative=changed), micro_batch, dtype)
     return found
 

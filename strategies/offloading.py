@@ -73,13 +73,8 @@ class _Offloading:
         def backward(graph: LocalGraph) -> LocalGraph:
             return self._backward(graph, places, numbers)
 
-        split = self.given.split
-        return replace(
-            self.given,
-            forward=self._forward(places, [self.kept[k] for k in stays]),
-            backward=backward(self.given.backward),
-            split=split and replace(split, inputs=backward(split.inputs), weights=backward(split.weights)),
-        )
+        forward = self._forward(places, [self.kept[k] for k in stays])
+        return replace(self.given, forward=forward).with_backwards(backward)
 
     def _moved(self) -> list[fx.Node]:
         """The makers of memory that is put on the host."""

@@ -27,15 +27,22 @@ from whale.strategies.fused import FusedCall
 from whale.strategies.split_backward import communicates
 from whale.strategies.traced_call import Call, makes_alias, writes, written_to
 
-__all__ = ["computed_again", "draws_numbers", "has_regions", "kept_once", "recomputed"]
+__all__ = [
+    "computed_again",
+    "draws_numbers",
+    "has_regions",
+    "is_pointwise",
+    "kept_once",
+    "recomputed",
+    "takes_most_time",
+]
 
 aten = torch.ops.aten
 
 _PRODUCTS = {
-    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
-    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten.scaled_dot_product_attention.default, product_of_groups,
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.scaled_dot_product_attention,
+    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu, product_of_groups,
 }  # fmt: skip
 """Operators that take most of the time of a layer: products and attention."""
 
@@ -79,7 +86,7 @@ def computed_again(derivative: Derivative) -> Iterator[tuple[fx.Node, bool]]:
         if not node.meta.get("again") or node.target is operator.getitem or makes_alias(node):
             continue
         if isinstance(source, fx.Node):
-            yield source, _operator(node, derivative.backward.code.root) in _PRODUCTS
+            yield source, takes_most_time(node, derivative.backward.code.root)
 
 
 class _Recomputing:
@@ -156,7 +163,7 @@ class _Recomputing:
         region = self._region(node)
         if node.op == "placeholder" or region is None or self._leaves(node) or not self._can_be_computed_again(node):
             return False
-        return region[0] == "full" or _operator(_maker(node), self.root) not in _PRODUCTS
+        return region[0] == "full" or not takes_most_time(_maker(node), self.root)
 
     def _leaves(self, node: fx.Node) -> bool:
         """Whether a value enters another region, or is a result of the graph."""
@@ -229,16 +236,16 @@ class _KeepingOnce(_Recomputing):
         return frozenset(
             node
             for node in kept - self.written - self.results
-            if _is_pointwise(node)
+            if is_pointwise(node)
             and there.issuperset(node.all_input_nodes)
-            and all(user is self.output or _is_pointwise(user) for user in node.users)
+            and all(user is self.output or is_pointwise(user) for user in node.users)
         )
 
     def _is_computed_again(self, node: fx.Node) -> bool:
         return node in self._cheap
 
 
-def _is_pointwise(node: fx.Node) -> bool:
+def is_pointwise(node: fx.Node) -> bool:
     """Whether an operator computes each element of a new tensor of those at the same place in others."""
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or writes(node):
         return False
@@ -252,12 +259,13 @@ def _fused(module: nn.Module) -> FusedCall | None:
     return inner if isinstance(inner, FusedCall) else None
 
 
-def _operator(node: fx.Node, root: nn.Module) -> Any:
-    """The operator that a node calls, by itself or as a kernel of an accelerator."""
-    if node.op != "call_module":
-        return node.target
-    fused = _fused(root.get_submodule(str(node.target)))
-    return None if fused is None else fused.target
+def takes_most_time(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node is a product or an attention, by itself or as a kernel of an accelerator."""
+    target: Any = node.target
+    if node.op == "call_module":
+        fused = _fused(root.get_submodule(target))
+        target = None if fused is None else fused.target
+    return getattr(target, "overloadpacket", target) in _PRODUCTS
 
 
 def draws_numbers(node: fx.Node) -> bool:

@@ -56,12 +56,7 @@ class Segments:
         def of_graph(graph: LocalGraph) -> LocalGraph:
             return LocalGraph(self._code(graph.code), graph.sources)
 
-        split = derivative.split
-        if split is not None:
-            split = replace(split, inputs=of_graph(split.inputs), weights=of_graph(split.weights))
-        return replace(
-            derivative, forward=self._code(derivative.forward), backward=of_graph(derivative.backward), split=split
-        )
+        return replace(derivative, forward=self._code(derivative.forward)).with_backwards(of_graph)
 
     def _code(self, code: LocalCode) -> LocalCode:
         return _Compiled(self, code).run()

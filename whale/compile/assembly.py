@@ -21,13 +21,14 @@ from whale.runtime.cuda_graphs import Recorder
 from whale.runtime.engine import CompiledStep, ReplicaCounts
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
-from whale.runtime.local_program import bound
+from whale.runtime.local_program import bound, with_backwards
 from whale.runtime.local_rows import RowTerms
 from whale.runtime.messages import messages_of
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Bucket, Reducer
 from whale.runtime.stage import LocalStage
-from whale.strategies.gradients_in_place import with_gradients_in_place
+from whale.strategies.gradients_in_place import gradients_in_place
+from whale.strategies.less_memory import in_less_memory
 from whale.strategies.pieces import in_pieces
 
 __all__ = ["assemble"]
@@ -69,7 +70,7 @@ def assemble(
     units = {unit.spec.index: tensors["unit", unit.spec.index] for unit in step.units}
     for stage in step.stages:
         if recorder is None:
-            programs = with_gradients_in_place(stage.programs)
+            programs = with_backwards(stage.programs, lambda code: in_less_memory(gradients_in_place(code)))
         else:
             stay = {index for index, unit in units.items() if unit.keeps_whole}
             programs = in_pieces(stage.programs, recorder, clock, device, stay, warn)

@@ -28,6 +28,7 @@ __all__ = [
     "Source",
     "SplitBackward",
     "bound",
+    "with_backwards",
 ]
 
 Intervals = tuple[tuple[tuple[int, int], ...], ...]
@@ -131,6 +132,13 @@ class Derivative:
     seeds: tuple[ShapeAndDtype | None, ...]
     split: SplitBackward | None = None
 
+    def with_backwards(self, change: Callable[[LocalGraph], LocalGraph]) -> Derivative:
+        """The same with another backward, in one part and in two."""
+        split = self.split
+        if split is not None:
+            split = replace(split, inputs=change(split.inputs), weights=change(split.weights))
+        return replace(self, backward=change(self.backward), split=split)
+
     @cached_property
     def arguments(self) -> tuple[int, ...]:
         """Numbers of the placeholders whose tensors the backward needs."""
@@ -168,6 +176,29 @@ class LocalProgram:
         ]
 
 
+def with_backwards(programs: Sequence[LocalProgram], change: Callable[[LocalCode], LocalCode]) -> list[LocalProgram]:
+    """The programs of a stage's micro-batches with changed backwards; equal ones share theirs."""
+    codes: dict[int, LocalCode] = {}
+    derivatives: dict[int, Derivative] = {}
+
+    def of_graph(graph: LocalGraph) -> LocalGraph:
+        code = graph.code
+        if id(code) not in codes:
+            codes[id(code)] = change(code)
+        return LocalGraph(codes[id(code)], graph.sources)
+
+    def of_derivative(given: Derivative) -> Derivative:
+        if id(given) not in derivatives:
+            derivatives[id(given)] = given.with_backwards(of_graph)
+        return derivatives[id(given)]
+
+    found = {
+        id(program): replace(program, derivative=program.derivative and of_derivative(program.derivative))
+        for program in programs
+    }
+    return [found[id(program)] for program in programs]
+
+
 def bound(programs: Sequence[LocalProgram], group_of: Callable[[str, tuple[int, ...]], Group]) -> list[LocalProgram]:
     """Copies of programs whose modules have process groups; the programs themselves are not changed.
 
@@ -190,10 +221,7 @@ def bound(programs: Sequence[LocalProgram], group_of: Callable[[str, tuple[int, 
         derivative = program.derivative
         if derivative is not None:
             forward = of_graph(LocalGraph(derivative.forward, [])).code
-            derivative = replace(derivative, forward=forward, backward=of_graph(derivative.backward))
-            if (split := derivative.split) is not None:
-                halves = replace(split, inputs=of_graph(split.inputs), weights=of_graph(split.weights))
-                derivative = replace(derivative, split=halves)
+            derivative = replace(derivative, forward=forward).with_backwards(of_graph)
         return replace(
             program,
             constant=graphs[0],
