@@ -212,6 +212,8 @@ parser.add_argument(
     "--curves", type=int, nargs="*", help="curves of these numbers of ranks, 1, 2 and 4, and of mistakes"
 )
 options = parser.parse_args()
+if options.steps < 1:
+    parser.error(f"--steps {options.steps}: at least 1")
 generator = torch.Generator().manual_seed(0)
 if options.data is None:
     batches = [draw_digits(ROWS, generator) for _ in range(options.steps)]
