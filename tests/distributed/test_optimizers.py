@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -286,6 +287,41 @@ def test_torch_clips_by_the_norm_of_all_ranks(ranks: Two, kind: str, norm_type: 
     for pairs in ranks.run(clip, kind, norm_type):
         for found, expected in pairs:
             assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Spectral(nn.Module):
+    """A complex parameter is the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.linspace(-1, 1, 5, dtype=torch.complex128))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(x) * self.phases, n=8)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def clip_complex(world: World, kind: str) -> float:
+    torch.manual_seed(0)
+    model, x = Spectral(), torch.linspace(-2, 2, 32, dtype=torch.float64).view(4, 8)
+    local = copy.deepcopy(model)
+    made: Any = whale.parallelize(annotated(kind, model), x, device="cpu")
+    made.train_step(x)
+    local(x).backward()
+    found, expected = (torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01) for m in (made, local))
+    assert found.dtype == expected.dtype
+    whole = made.full_gradients()
+    return max(
+        float((found - expected).abs()), *(float((whole[n] - p.grad).abs().max()) for n, p in local.named_parameters())
+    )
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_complex_gradients_are_clipped_as_by_torch(ranks: Two, kind: str) -> None:
+    assert max(ranks.run(clip_complex, kind)) < 1e-12
 
 
 def clip_one_of_two(world: World, kind: str) -> tuple[list[tuple[float, float]], list[str]]:
