@@ -373,6 +373,37 @@ def test_recurrent_layers_compute_as_under_autocast(build: Callable[[], nn.Modul
         assert torch.allclose(gradients(model)[key], gradient, rtol=2e-2, atol=1e-4), key
 
 
+class Gates(nn.Module):
+    """Three gates in one product, of which a part of each, or whole ones, may be on a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.linear = nn.GRUCell(8, 12), nn.Linear(12, 8)
+        self.start = nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.start.expand(len(x), 12)
+        for _ in range(2):
+            h = self.cell(x, h)
+        return F.mse_loss(self.linear(h), y)
+
+
+def split_gates(world: World) -> tuple[float, dict[str, Tensor]]:
+    model = seeded(Gates)()
+    whale.annotate(model, {"": whale.split()})
+    made = whale.parallelize(model, numbers(8), device="cpu", precision="bf16")
+    return made.train_step(**numbers(8)).item(), made.full_gradients()
+
+
+def test_gates_are_split(ranks: Two) -> None:
+    local = seeded(Gates)()
+    expected = locally(local, numbers(8), torch.bfloat16)
+    for loss, found in ranks.run(split_gates):
+        assert loss == pytest.approx(expected.item(), rel=1e-3)
+        for name, gradient in gradients(local).items():
+            assert torch.allclose(found[name], gradient, rtol=2e-2, atol=1e-3), name
+
+
 def recur_in_stages(world: World) -> tuple[float, dict[str, Tensor]]:
     model = seeded(Recurrent)()
     whale.annotate(model, {"lstm": whale.stage(), "head": whale.stage()})
