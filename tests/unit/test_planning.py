@@ -177,6 +177,41 @@ device = "T4"
 """
 
 
+WIDE = """
+import torch
+from tests.small_models import Decoder, tokens
+def build(batch_size=8):
+    with torch.device("meta"):
+        return Decoder(width=512, heads=8, layers=8), tokens(batch_size)
+"""
+TIGHT = """
+[links]
+intra_node = {bandwidth = "1 GB/s", latency = "10 us"}
+[host_memory]
+size = "64 GiB"
+bandwidth = "100 GB/s"
+[[nodes]]
+devices = 4
+device = "card"
+[device_types.card]
+speed = {float32 = "10 TFLOP/s"}
+memory = "3.20 GiB"
+memory_bandwidth = "500 GB/s"
+"""
+
+
+def test_a_cut_into_stages_knows_the_optimizer_and_what_is_on_hosts(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(WIDE)
+    (tmp_path / "cluster.toml").write_text(TIGHT)
+    given = ["plan", "--model", f"{tmp_path / 'model.py'}:build", "--cluster", str(tmp_path / "cluster.toml"), "-q"]
+    given += ["--batch", "8", "--stages", "2", "--micro-batches", "4"]
+    refused = CliRunner().invoke(app, given)
+    assert refused.exit_code == 4 and "or with --offload state" in refused.stderr
+    for options in (("--offload", "state"), ("--offload", "auto"), ("--optimizer", "sgd")):
+        done = CliRunner().invoke(app, [*given, *options])
+        assert done.exit_code == 0, (options, done.stderr)
+
+
 def test_whale_plan_writes_a_plan_and_prints_what_runs_it(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "cluster.toml").write_text(CLUSTER)
