@@ -289,6 +289,41 @@ def test_torch_clips_by_the_norm_of_all_ranks(ranks: Two, kind: str, norm_type: 
             assert found == pytest.approx(expected, rel=1e-9)
 
 
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def train_channels_last(world: World, kind: str, options: dict[str, Any]) -> float:
+    """The error of parameters whose memory is not in the order of their dims, after steps of a fused optimizer."""
+    torch.manual_seed(0)
+    model: nn.Module = Images().double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(4, 4, 5, 5, dtype=torch.float64)
+    local = copy.deepcopy(model)
+    made: Any = whale.parallelize(annotated(kind, model), x, device="cpu", **options)
+    both = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (made, local)]
+    for _ in range(3):
+        made.train_step(x)
+        local(x).backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = made.full_state_dict()
+    return max(float((whole[n] - p).abs().max()) for n, p in local.named_parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}, {"zero": 1}], ids=str)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_gradients_lie_in_memory_as_their_parameters(ranks: Two, kind: str, options: dict[str, Any]) -> None:
+    assert max(ranks.run(train_channels_last, kind, options)) < 1e-12
+
+
 class Spectral(nn.Module):
     """A complex parameter is the first."""
 
