@@ -78,7 +78,7 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Something to do, and the bytes that it frees of the fullest device, at most."""
+    """Something to do, and about how many bytes it frees of the fullest device; of activations, at most."""
 
     what: str
     bytes: int
@@ -87,8 +87,9 @@ class Saving:
 def savings(plan: Plan) -> tuple[Saving, ...]:
     """Return what would free most of the memory of the plan's fullest device, most first.
 
-    State that replicas divide is what the prediction has of it; how much of the activations backwards could compute
-    again only a model tells, so all of them are the most.
+    State that replicas divide is what the prediction has of it, and all gradients where several micro-batches add to
+    them; in low precision replicas divide parameters from level 1 on, and at level 3 the copies that operators read.
+    How much of the activations backwards could compute again only a model tells, so all of them are the most.
     """
     memory = plan.prediction.memory if plan.prediction is not None else ()
     if not memory:
@@ -100,7 +101,19 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
             continue
         level, freed = stage.state.level if stage.state is not None else 0, 0.0
         replicas = prod(axis.size for axis in stage.axes or () if axis.divides_batch)
-        for other, part in ((1, fullest.optimizer), (2, fullest.gradients), (3, fullest.parameters)):
+        hosted = {"state", "activations"} if stage.offload == "both" else {stage.offload}
+        low = plan.precision in ("bf16", "fp16") and "state" not in hosted
+        is_divided = level >= (1 if low else 3)
+        parameters = fullest.parameters * (replicas if is_divided else 1)
+        states = fullest.optimizer * (replicas if level else 1)
+        trained = min(parameters, states) if states else parameters  # no more than has states
+        gradients = trained if plan.micro_batches > 1 and "state" not in hosted else 0
+        parts = (
+            fullest.optimizer + (trained if low else 0),
+            max(fullest.gradients, gradients),
+            trained / 2 if low else parameters,
+        )
+        for other, part in enumerate(parts, 1):
             freed += part * (1 - 1 / replicas) if other > level else 0.0
             if other > level and freed:
                 found.append(Saving(what=f"zero {other} in stage {index}", bytes=round(freed)))
@@ -110,8 +123,7 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
             found.append(Saving(what=what, bytes=round(fullest.activations * (1 - 1 / replicas))))
         if stage.recompute != "full" and fullest.activations:
             found.append(Saving(what=f"recompute 'full' in stage {index}", bytes=fullest.activations))
-        hosted = {"state", "activations"} if stage.offload == "both" else {stage.offload}
-        own = fullest.optimizer + fullest.gradients + (fullest.parameters if level == 3 else 0)
+        own = fullest.optimizer + fullest.gradients + (fullest.parameters if low or is_divided else 0)
         for word, size in (("state", own), ("activations", fullest.activations)):
             if word not in hosted and size and not fullest.device.startswith("cpu"):  # its memory is that of the host
                 found.append(Saving(what=f"offload '{word}' in stage {index}", bytes=size))

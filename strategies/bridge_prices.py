@@ -12,7 +12,8 @@ from whale.ir.placement import Placement
 __all__ = ["GLOO", "IMPOSSIBLE", "Prices", "all_reduce_price", "conversion_cost", "exchange_price", "ring_price"]
 
 IMPOSSIBLE = 1e18
-"""Price of a bridge that does not exist: of rows at experts, to and from which only operators lead."""
+"""Price of a bridge that does not exist: of rows at experts, to and from which only operators lead, and between two
+ways to cut one dim."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ def conversion_cost(a: Placement, b: Placement, nbytes: float, size: int, grad: 
     """Price of a bridge: bytes of the value's and the gradient's conversions (ring algorithms)."""
     if a == b:
         return 0.0
-    if "E" in (a.kind, b.kind):
+    if "E" in (a.kind, b.kind) or (a.kind == b.kind == "S" and a.dim == b.dim):
         return IMPOSSIBLE
     cost = _PRIMITIVE[a.value, b.value](nbytes, size, prices)
     if grad:

@@ -17,11 +17,13 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.profile import Affine, ModelProfile
-from whale.ir.strategy import RECOMPUTES, Offload, Recompute
+from whale.ir.strategy import OFFLOADS, RECOMPUTES, Offload, Recompute
 from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut
 from whale.planner.balance.shares import Remedy, Worker, fastest_shares, memory_between
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts
+from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.memory import refuse_tiny
+from whale.planner.cost.optimizers import Optimizer
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.uniform import Stages
 from whale.planner.network.communication import send
@@ -70,6 +72,7 @@ def pipeline_by_speed(
     recompute: Recompute = "none",
     zero: int = 0,
     offload: Offload = "none",
+    optimizer: Optimizer = "adamw",
 ) -> tuple[range, ...]:
     """Return the layers of each stage of a pipeline over all devices, assigned in the cluster's order.
 
@@ -86,6 +89,7 @@ def pipeline_by_speed(
         recompute: what backwards of all stages compute again.
         zero: how much of their state the replicas of a stage divide.
         offload: what is in the memory of hosts, in all stages.
+        optimizer: whose states are in memory.
 
     Raises:
         UsageError: the numbers do not fit the cluster or the batch.
@@ -110,13 +114,14 @@ def pipeline_by_speed(
         recompute=recompute,
         zero=zero,
         offload=offload,
+        optimizer=optimizer,
         balance="speed",
     )
     layout = Layout.of(configuration, cluster)
     stages = Stages.of(profile, layout, stack=stack)
     parts = [part for part in range(2, rows + 1) if rows % part == 0]
     more = [(f"--micro-batches {micro_batches * part}", {"micro_batch": rows // part}) for part in parts]
-    return cuts_by_speed(stages, [more, _more_recompute(stages), _more_shared(stages)])
+    return cuts_by_speed(stages, [more, _more_recompute(stages), _more_shared(stages), _more_hosted(stages)])
 
 
 def rows_by_speed(stages: Stages, cuts: Sequence[range]) -> tuple[float, ...]:
@@ -308,6 +313,13 @@ def _more_shared(stages: Stages) -> Ladder:
     layout = stages.layout
     levels = range(layout.configuration.zero + 1, 4) if layout.data > 1 else ()
     return [(f"--zero {zero}", {"zero": zero}) for zero in levels]
+
+
+def _more_hosted(stages: Stages) -> Ladder:
+    """Changes that leave more to the memory of hosts than the given one, if there is some."""
+    given = stages.layout.configuration.offload
+    words = OFFLOADS[OFFLOADS.index(given) + 1 :] if has_hosts(stages.layout.cluster) else ()
+    return [(f"--offload {word}", {"offload": word}) for word in words]
 
 
 def _options(stages: Stages) -> list[Ladder]:

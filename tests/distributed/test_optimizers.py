@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -286,6 +287,76 @@ def test_torch_clips_by_the_norm_of_all_ranks(ranks: Two, kind: str, norm_type: 
     for pairs in ranks.run(clip, kind, norm_type):
         for found, expected in pairs:
             assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def train_channels_last(world: World, kind: str, options: dict[str, Any]) -> float:
+    """The error of parameters whose memory is not in the order of their dims, after steps of a fused optimizer."""
+    torch.manual_seed(0)
+    model: nn.Module = Images().double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(4, 4, 5, 5, dtype=torch.float64)
+    local = copy.deepcopy(model)
+    made: Any = whale.parallelize(annotated(kind, model), x, device="cpu", **options)
+    both = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (made, local)]
+    for _ in range(3):
+        made.train_step(x)
+        local(x).backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = made.full_state_dict()
+    return max(float((whole[n] - p).abs().max()) for n, p in local.named_parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}, {"zero": 1}], ids=str)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_gradients_lie_in_memory_as_their_parameters(ranks: Two, kind: str, options: dict[str, Any]) -> None:
+    assert max(ranks.run(train_channels_last, kind, options)) < 1e-12
+
+
+class Spectral(nn.Module):
+    """A complex parameter is the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.linspace(-1, 1, 5, dtype=torch.complex128))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.fft.irfft(torch.fft.rfft(x) * self.phases, n=8)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def clip_complex(world: World, kind: str) -> float:
+    torch.manual_seed(0)
+    model, x = Spectral(), torch.linspace(-2, 2, 32, dtype=torch.float64).view(4, 8)
+    local = copy.deepcopy(model)
+    made: Any = whale.parallelize(annotated(kind, model), x, device="cpu")
+    made.train_step(x)
+    local(x).backward()
+    found, expected = (torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01) for m in (made, local))
+    assert found.dtype == expected.dtype
+    whole = made.full_gradients()
+    return max(
+        float((found - expected).abs()), *(float((whole[n] - p.grad).abs().max()) for n, p in local.named_parameters())
+    )
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_complex_gradients_are_clipped_as_by_torch(ranks: Two, kind: str) -> None:
+    assert max(ranks.run(clip_complex, kind)) < 1e-12
 
 
 def clip_one_of_two(world: World, kind: str) -> tuple[list[tuple[float, float]], list[str]]:

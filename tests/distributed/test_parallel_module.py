@@ -99,6 +99,20 @@ def test_modules_are_those_of_the_local_model(ranks: Two, kind: str) -> None:
         assert wrong == []
 
 
+def see_empty(world: World) -> tuple[bool, ...]:
+    """Whether each rank has a parameter without elements, that nothing reads, in its whole states."""
+    model = Tied().double()
+    model.spare = nn.Parameter(torch.zeros(0, 3))
+    whale.annotate(model, TIED_LAYOUTS["stages"])
+    made = whale.parallelize(model, tokens(), device="cpu", timeout_seconds=20)
+    state = made.full_state_dict()
+    return tuple(one.get("spare", torch.ones(1)).shape == (0, 3) for one in (state, made.full_gradients()))
+
+
+def test_a_parameter_without_elements_is_in_the_states_of_all_stages(ranks: Two) -> None:
+    assert ranks.run(see_empty) == [(True, False)] * 2
+
+
 def change(model: Any, what: str) -> None:
     name, held = next((n, p) for n, p in model.named_parameters() if p.dim() == 2)
     parent = model.get_submodule(name.rpartition(".")[0])

@@ -69,6 +69,17 @@ class Mixed(nn.Module):
         return F.mse_loss(h, y) + (h.to(h.dtype) * 0.5).square().mean()
 
 
+class Layers(nn.Module):
+    """Recurrent layers, whose cells are operators of one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.tanh = nn.GRU(8, 8, batch_first=True, bidirectional=True), nn.RNN(16, 8, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.tanh(self.gru(torch.stack([x, y], 1))[0])[1][0], y)
+
+
 class Recurrent(nn.Module):
     """An LSTM, whose kernel for float32 on processors keeps its workspace only while autograd is on."""
 
@@ -78,6 +89,24 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.head(self.lstm(x[:, None])[0][:, 0]), y)
+
+
+class Cells(nn.Module):
+    """Recurrent cells, which read a state in its own dtype and cast, and a loss that is written in other words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.lstm, self.linear = nn.GRUCell(8, 8), nn.LSTMCell(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.gru(x, y)
+        first, c = self.lstm(h, (h, y))
+        second, c = self.lstm(first, (h, c))
+        steps = [first, second, self.gru(second, c)]
+        logits = self.linear(torch.stack(steps)).log_softmax(-1)
+        words = torch.arange(1, 3).expand(len(x), 2)
+        length, words_length = (torch.full((len(x),), each) for each in (3, 2))
+        return F.ctc_loss(logits, words, length, words_length) + h.square().mean()
 
 
 def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -329,6 +358,50 @@ def test_an_lstm_in_float32_trains(recompute: Recompute) -> None:
         locally(local, batch, None)
     for key, gradient in gradients(local).items():
         assert torch.equal(gradients(model)[key], gradient), key
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("build", [Cells, Layers])
+def test_recurrent_layers_compute_as_under_autocast(build: Callable[[], nn.Module], precision: str) -> None:
+    local, batch = seeded(build)(), numbers()
+    model: Any = whale.parallelize(copy.deepcopy(local), batch, precision=precision, device="cpu")
+    loss = model.train_step(**batch)
+    assert loss.item() == pytest.approx(
+        locally(local, batch, torch.bfloat16 if precision == "bf16" else torch.float16).item(), rel=1e-6
+    )
+    for key, gradient in gradients(local).items():
+        assert torch.allclose(gradients(model)[key], gradient, rtol=2e-2, atol=1e-4), key
+
+
+class Gates(nn.Module):
+    """Three gates in one product, of which a part of each, or whole ones, may be on a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.linear = nn.GRUCell(8, 12), nn.Linear(12, 8)
+        self.start = nn.Parameter(torch.zeros(12))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.start.expand(len(x), 12)
+        for _ in range(2):
+            h = self.cell(x, h)
+        return F.mse_loss(self.linear(h), y)
+
+
+def split_gates(world: World) -> tuple[float, dict[str, Tensor]]:
+    model = seeded(Gates)()
+    whale.annotate(model, {"": whale.split()})
+    made = whale.parallelize(model, numbers(8), device="cpu", precision="bf16")
+    return made.train_step(**numbers(8)).item(), made.full_gradients()
+
+
+def test_gates_are_split(ranks: Two) -> None:
+    local = seeded(Gates)()
+    expected = locally(local, numbers(8), torch.bfloat16)
+    for loss, found in ranks.run(split_gates):
+        assert loss == pytest.approx(expected.item(), rel=1e-3)
+        for name, gradient in gradients(local).items():
+            assert torch.allclose(found[name], gradient, rtol=2e-2, atol=1e-3), name
 
 
 def recur_in_stages(world: World) -> tuple[float, dict[str, Tensor]]:

@@ -26,7 +26,7 @@ from whale.ir.plan import Plan
 from whale.ir.profile import Interference, LinkCurve, ModelProfile
 from whale.ir.workload import Workload
 from whale.planner.balance.by_speed import pipeline_by_speed
-from whale.planner.explain import explain
+from whale.planner.explain import explain, savings
 from whale.planner.simulation.simulate import simulate
 from whale.predict.costs import Costs
 from whale.predict.peak_memory import Known, brief_peak_memory, peak_memory
@@ -175,6 +175,54 @@ intra_node = {bandwidth = "1 GB/s", latency = "10 us"}
 devices = 2
 device = "T4"
 """
+
+
+WIDE = """
+import torch
+from tests.small_models import Decoder, tokens
+def build(batch_size=8):
+    with torch.device("meta"):
+        return Decoder(width=512, heads=8, layers=8), tokens(batch_size)
+"""
+TIGHT = """
+[links]
+intra_node = {bandwidth = "1 GB/s", latency = "10 us"}
+[host_memory]
+size = "64 GiB"
+bandwidth = "100 GB/s"
+[[nodes]]
+devices = 4
+device = "card"
+[device_types.card]
+speed = {float32 = "10 TFLOP/s", float16 = "20 TFLOP/s"}
+memory = "3.20 GiB"
+memory_bandwidth = "500 GB/s"
+"""
+
+
+def test_a_cut_into_stages_knows_the_optimizer_and_what_is_on_hosts(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(WIDE)
+    (tmp_path / "cluster.toml").write_text(TIGHT)
+    given = ["plan", "--model", f"{tmp_path / 'model.py'}:build", "--cluster", str(tmp_path / "cluster.toml"), "-q"]
+    given += ["--batch", "8", "--stages", "2", "--micro-batches", "4"]
+    refused = CliRunner().invoke(app, given)
+    assert refused.exit_code == 4 and "or with --offload state" in refused.stderr
+    for options in (("--offload", "state"), ("--offload", "auto"), ("--optimizer", "sgd")):
+        done = CliRunner().invoke(app, [*given, *options])
+        assert done.exit_code == 0, (options, done.stderr)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_what_zero_is_said_to_free_is_freed(tmp_path: Path, precision: str) -> None:
+    (tmp_path / "model.py").write_text(WIDE)
+    (tmp_path / "cluster.toml").write_text(TIGHT.replace("3.20 GiB", "8 GiB"))
+    given = ["plan", "--model", f"{tmp_path / 'model.py'}:build", "--cluster", str(tmp_path / "cluster.toml"), "-q"]
+    given += ["--batch", "16", "--stages", "1", "--micro-batches", "2", "--precision", precision, "--json"]
+    plans = [Plan.parse(CliRunner().invoke(app, [*given, "--zero", str(zero)]).stdout) for zero in range(4)]
+    whole, *divided = (max(one.total for one in plan.prediction.memory) for plan in plans if plan.prediction)
+    said = {one.what: one.bytes for one in savings(plans[0])}
+    for zero, found in enumerate(divided, 1):
+        assert 0.6 <= said[f"zero {zero} in stage 0"] / (whole - found) <= 1.1
 
 
 def test_whale_plan_writes_a_plan_and_prints_what_runs_it(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def _memory(prediction: Prediction | None, saved: Sequence[Saving]) -> list[str]
     fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
     part = fullest.total / fullest.capacity
     of = f"{bytes_text(fullest.total)} of {bytes_text(fullest.capacity)} ({part:.0%})"
-    lines = ["", f"memory: {of} on rank {fullest.rank}, the fullest; what would free most, at most:"]
+    lines = ["", f"memory: {of} on rank {fullest.rank}, the fullest; what would free most, about:"]
     lines += [f"  {saving.what}: {bytes_text(saving.bytes)}" for saving in saved]
     return lines if saved else [*lines[:1], lines[1].partition(";")[0]]
 

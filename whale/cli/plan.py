@@ -35,7 +35,7 @@ from whale.cli.options import (
 )
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
-from whale.ir.state import Align, StateSharding
+from whale.ir.state import LEVELS, Align, StateSharding
 from whale.ir.strategy import MAX_STALENESS, RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
 from whale.ir.units import counted, time_text
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
@@ -189,7 +189,12 @@ def plan(
             raise UsageError(f"--stages {stages} is for a model without annotations, but {loaded.name} has some")
         rules: tuple[Recompute, ...] = ("none", "full") if recompute == "auto" else (recompute or "none",)
         levels = (0, 3) if zero == "auto" else (zero or 0,)
-        for rule, level in product(rules, levels):
+        words: tuple[Offload, ...] = ("none", "both") if offload == "auto" else (offload or "none",)
+        ways = [*product(words, rules, levels)]
+        # buckets of a divided state are counted generously here: what the compiled plan holds decides
+        less = [(words[-1], rules[-1], LEVELS[-1])] if 0 < levels[-1] < LEVELS[-1] else []
+        problem: InfeasibleError | None = None
+        for word, rule, level in (*ways, *less):
             try:
                 cuts = pipeline_by_speed(
                     profile,
@@ -202,11 +207,15 @@ def plan(
                     schedule=schedule,
                     recompute=rule,
                     zero=level,
+                    offload=word,
+                    optimizer=optimizer,
                 )
                 break
-            except InfeasibleError:
-                if (rule, level) == (rules[-1], levels[-1]):
-                    raise
+            except InfeasibleError as error:
+                problem = error if (word, rule, level) in ways else problem
+        else:
+            assert problem is not None
+            raise problem
         annotations = stage_annotations(profile, cuts)
     note(f"compiling {loaded.name} for {counted(len(cluster.devices), 'device')}")
     found = make_plan(

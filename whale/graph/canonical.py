@@ -74,13 +74,12 @@ def _evaluate(node: fx.Node, *like: fx.Node) -> Any:
 def functional(target: Any) -> Any:
     """The functional variant of an operator that writes into its first argument; None if there is none."""
     packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    found = getattr(packet, target._overloadname, None)
-    if found is None or found._schema.is_mutable:
-        return None
-    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
-        (a.name, str(a.type)) for a in target._schema.arguments
-    ]
-    return found if same else None
+
+    def given(one: Any) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in one._schema.arguments]
+
+    variants = [getattr(packet, name) for name in packet.overloads()] if packet else []  # names may differ, too
+    return next((one for one in variants if not one._schema.is_mutable and given(one) == given(target)), None)
 
 
 def _leaves(value: Any) -> tuple[Any, ...]:

@@ -8,7 +8,9 @@ known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -77,7 +79,8 @@ def _without_writes(graph: fx.Graph) -> bool:
         if schema is None or not schema.is_mutable:
             continue
         made, target = node.args[0], functional(node.target)
-        fresh = getattr(getattr(made.target, "_schema", None), "returns", ())
+        source = made.args[0] if made.target is operator.getitem else made
+        fresh = getattr(getattr(source.target, "_schema", None), "returns", ())
         if target is None or not fresh or any(result.alias_info is not None for result in fresh):
             return False
         node.target = target
@@ -85,13 +88,18 @@ def _without_writes(graph: fx.Graph) -> bool:
     return True
 
 
-def inline_parts(graph: fx.Graph, node: fx.Node, parts: fx.Graph) -> set[fx.Node]:
-    """Replace a call by its parts; returns those that have its results in another dtype."""
+def inline_parts(
+    graph: fx.Graph, node: fx.Node, parts: fx.Graph, known: Mapping[fx.Node, fx.Node] = MappingProxyType({})
+) -> set[fx.Node]:
+    """Replace a call by its parts, of which *known* are in the graph already; returns those that have its results in
+    another dtype."""
     given = iter(leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node))
     values: dict[fx.Node, Any] = {}
     with graph.inserting_before(node):
         for part in parts.nodes:
-            if part.op == "placeholder":
+            if part in known:
+                values[part] = known[part]
+            elif part.op == "placeholder":
                 values[part] = next(given)
             elif part.op == "output":
                 result = fx.map_arg(part.args[0], values.__getitem__)

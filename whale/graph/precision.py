@@ -86,7 +86,7 @@ def write_casts(graph: fx.Graph, around: Autocast, parameters: Mapping[str, str]
         values = [source.meta.get("val") for source in inputs]
         if node.target in _CASTS or not any(isinstance(x, Tensor) and x.is_floating_point() for x in values):
             continue
-        key = state, node.target, _without_sizes(node)
+        key = state, node.target, _without_sizes(node), tuple(map(inputs.index, inputs))
         if key not in known:
             known[key] = _casts_of(node, inputs, state)
         casts = known[key]
@@ -99,10 +99,11 @@ def write_casts(graph: fx.Graph, around: Autocast, parameters: Mapping[str, str]
                     "it under torch.autocast(..., enabled=False)",
                     place_of_node(node),
                 )
-            retyped |= inline_parts(graph, node, parts)
+            retyped |= inline_parts(graph, node, parts, _remembered(graph, node, parts, state, made, parameters))
             continue
         for place, dtype in casts:
-            _cast_input(graph, node, inputs[place], dtype, state, made, parameters)
+            cast = _cast(graph, node, inputs[place], dtype, state, made, parameters)
+            node.replace_input_with(inputs[place], cast)
 
 
 def _state_of(node: fx.Node, around: Autocast) -> Autocast:
@@ -154,6 +155,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self.dtypes: list[torch.dtype] = []
         self.casts: list[tuple[Tensor, torch.dtype]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,9 +179,10 @@ def _casts_of(node: fx.Node, inputs: list[fx.Node], state: Autocast) -> tuple[tu
         given = pytree.tree_map_only(Tensor, lambda x: x.to(cast.get(id(x), x.dtype)), (args, kwargs))
         try:
             with without_logs(), torch.no_grad(), under_autocast(own), _Recorder() as recorder:
-                target(*given[0], **given[1])
+                result = target(*given[0], **given[1])
         except (RuntimeError, TypeError):  # tensors of several dtypes
             return None
+        recorder.dtypes = [x.dtype for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         return recorder
 
     if mode is None:
@@ -193,16 +196,17 @@ def _casts_of(node: fx.Node, inputs: list[fx.Node], state: Autocast) -> tuple[tu
         for first in range(num + 1):  # those of autocast come first; what follows the operator does by itself
             cast = {id(x): dtype for x, dtype in found.casts[:first]}
             without = recorded(state._replace(dtype=None), cast)
-            if without is not None and [*found.calls[:first], *without.calls] == found.calls:
+            alike = without is not None and without.dtypes == found.dtypes  # else it reads a tensor as it is, too
+            if without is not None and alike and [*found.calls[:first], *without.calls] == found.calls:
                 num = first
                 break
         else:
-            if num < len(places):
+            if num < len(places) or not alike:
                 return None
     return tuple((place, dtype) for place, (_, dtype) in zip(places[:num], found.casts, strict=False))  # type: ignore[misc]
 
 
-def _cast_input(
+def _cast(
     graph: fx.Graph,
     node: fx.Node,
     source: fx.Node,
@@ -210,11 +214,30 @@ def _cast_input(
     state: Autocast,
     made: dict[Hashable, fx.Node],
     parameters: Mapping[str, str],
-) -> None:
+) -> fx.Node:
+    """The cast of an operator's input, of which there is one for all operators where autocast remembers it."""
     stage = (node.meta.get("custom") or {}).get(NODE_KEY)
     key = (source, dtype, stage) if state.remembers and source.name in parameters else (source, dtype, node)
     if key not in made:
         value = source.meta["val"]
         with graph.inserting_before(node):
             made[key] = emit(graph, node, aten._to_copy.default, source, dtype=dtype, device=value.device)
-    node.replace_input_with(source, made[key])
+    return made[key]
+
+
+def _remembered(
+    graph: fx.Graph,
+    node: fx.Node,
+    parts: fx.Graph,
+    state: Autocast,
+    made: dict[Hashable, fx.Node],
+    parameters: Mapping[str, str],
+) -> dict[fx.Node, fx.Node]:
+    """The casts of parameters among an operator's parts, each with that of all operators."""
+    given = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
+    sources = dict(zip(parts.find_nodes(op="placeholder"), given, strict=True))
+    return {
+        part: _cast(graph, node, source, part.kwargs["dtype"], state, made, parameters)
+        for part in parts.find_nodes(op="call_function", target=aten._to_copy.default)
+        if state.remembers and (source := sources.get(part.args[0])) is not None and source.name in parameters
+    }

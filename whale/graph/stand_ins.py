@@ -118,6 +118,8 @@ def _ctc_loss(
         length if isinstance(length, Tensor) else torch.tensor(length, device=log_probs.device)
         for length in (input_lengths, target_lengths)
     ]
+    if torch.is_autocast_enabled(log_probs.device.type):
+        log_probs = log_probs.float()  # as autocast does
     losses = Alignment.apply(log_probs.transpose(0, 1), targets, *lengths, blank, zero_infinity)
     name = reduction if isinstance(reduction, str) else ("none", "mean", "sum")[reduction]
     if name == "mean":

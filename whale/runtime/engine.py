@@ -543,7 +543,7 @@ class Engine:
         shard, rank, size = self.shard(name), self.world.rank, self.world.size
         receives = to is None or rank == to
         parts = list(gathered_parts(shard, size, to))
-        if not parts and shard.parts.get(0 if to is None else to) == shard.whole:
+        if not parts and shard.parts.get(rank) == shard.whole:
             return own.detach().to(self.world.device, copy=True) if own is not None and receives else None
         whole = torch.zeros(shard.shape, dtype=shard.dtype, device=self.world.device) if receives else None
         for intervals, owner, ranks in parts:

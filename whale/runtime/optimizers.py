@@ -465,7 +465,7 @@ def _over_ranks(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped"
             )
-        return norm.to(given[0].dtype) if given else norm
+        return norm.to(given[0].dtype.to_real()) if given else norm
 
     return over_ranks
 

@@ -9,7 +9,7 @@ strategies.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -292,6 +292,7 @@ class Reducer:
                     sources.append(total)
         if targets:
             torch._foreach_copy_(targets, sources)
+        _lay_as_parameters(pending.places)
 
     def place(self, parameter: Holder) -> Tensor | None:
         """The memory of a parameter's gradient if it has none yet, contiguous and with any values; None if it is in no
@@ -404,6 +405,7 @@ class Reducer:
                 pending.own = None
             parameters = list(unit.parameters.values())
         self._wait(pending)
+        _lay_as_parameters(parameters)
         self._update(parameters)
         for parameter in parameters:
             parameter.grad = None
@@ -463,6 +465,17 @@ class Reducer:
 
     def _order(self) -> list[int]:
         return [bucket.index for bucket in self.buckets]
+
+
+def _lay_as_parameters(parameters: Iterable[Holder]) -> None:
+    """Give gradients the strides of their parameters, as autograd does: fused optimizers walk over both in one
+    order."""
+    for parameter in parameters:
+        if not isinstance(parameter, Tensor) or parameter.is_contiguous():
+            continue
+        gradient = parameter.grad
+        if gradient is not None and not gradient.is_sparse and gradient.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
 def _side_by_side(tensors: Sequence[Tensor | None]) -> Tensor | None:
