@@ -134,10 +134,19 @@ class PlanSearch(Scoreboard):
         if not candidates and self.stopped():
             spent = f"after {time.monotonic() - self.began:.3g} seconds and {counted(self.tried, 'plan')}"
             raise Stopped(f"the search was stopped before it found a plan that fits, {spent}")
+        candidates = candidates or self._nearly_fitting()
         if not candidates:
             return None
         self._tell()
         return self._found(candidates, near, default)
+
+    def _nearly_fitting(self) -> list[Candidate]:
+        """The nearest plan, if it fits on its ranks after all: scores count buckets beside every stage's largest need,
+        and the parts of mixed groups as they are by speed."""
+        if self.nearest is None:
+            return []
+        candidate = laid_out(self.meshes, self.nearest.draft, self.batch)
+        return [candidate] if candidate.prediction.fits else []
 
     def _found(self, candidates: Sequence[Candidate], near: Sequence[Candidate], default: Found | None = None) -> Found:
         ordered = sorted(candidates, key=step_seconds)

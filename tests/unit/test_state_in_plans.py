@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -284,6 +285,28 @@ def test_a_search_divides_only_what_memory_needs() -> None:
     assert Plan.parse(tight.best.plan.dumps()) == tight.best.plan
     with pytest.raises(InfeasibleError, match="would fit with .*zero 1"):
         searched(machines(4, card=card(160)), zero=0)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_plan_that_fits_on_its_ranks_is_found_though_its_score_says_more(zero: int) -> None:
+    model, batch = decoder(layers=12, heads=4, width=32).float().to("meta"), tokens(16, 64)
+    profile = profile_model(model, batch, tensor_degrees=(1,))
+    settings: Any = {"time_limit": 20.0, "micro_batches": 1, "max_stages": 1, "zero": zero}
+
+    def needed(size: int) -> float:
+        """The memory of the plan that is found, or infinity."""
+        small = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=size, memory_bandwidth=1e9)
+        try:
+            found = search_plans(profile, machines(4, 1e9, small), batch=16, settings=SearchSettings(**settings))
+        except InfeasibleError:
+            return inf
+        return max(one.total for one in found.best.candidate.prediction.memory)
+
+    sizes = range(4_700_000, 5_000_000, 50_000)
+    bytes_needed = [needed(size) for size in sizes]
+    first = next(place for place, one in enumerate(bytes_needed) if one < inf)
+    assert first > 0
+    assert all(one <= size for one, size in zip(bytes_needed[first:], sizes[first:], strict=True))
 
 
 def test_a_search_counts_on_steps_in_the_backward() -> None:
