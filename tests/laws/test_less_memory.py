@@ -133,7 +133,7 @@ def backward_of(derivative: Derivative, tensors: Sequence[Tensor], seeds: Sequen
 
 
 def derivatives_of(body: Body, tensors: Sequence[Tensor], seeds: Sequence[Tensor], parts: bool) -> list[Derivative]:
-    """Those that compute the body's values again, as they are and in less memory."""
+    """The derivatives that compute the body's values again, as they are and in less memory."""
 
     def blank(x: Tensor) -> Tensor:
         return fake_like(x.shape, x.dtype, x.device, requires_grad=x.requires_grad)
