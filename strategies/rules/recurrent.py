@@ -26,3 +26,12 @@ def _cell(op: Op) -> Rule | None:
         return None
     inputs = dict.fromkeys([0, *_states(op)], 0)
     return Rule(axes=[OpAxis(inputs, dict.fromkeys(range(len(op.outputs)), 0))])
+
+
+@register("aten.mkldnn_rnn_layer")
+def _layer_of_processors(op: Op) -> Rule | None:
+    """``t b i, w, w, w, w, b h, b h -> t b h, b h, b h``, and what its backward reads, which nothing else does."""
+    if len(op.args["batch_sizes"]):
+        return None
+    states = [slot for name in ("hx_", "cx_") for slot in op.positions[name]]
+    return Rule(axes=[OpAxis({0: 1, **dict.fromkeys(states, 0)}, {0: 1, 1: 0, 2: 0})])
