@@ -24,6 +24,8 @@ from whale.strategies.traced_call import makes_alias
 
 __all__ = ["in_less_memory"]
 
+aten = torch.ops.aten
+
 
 def in_less_memory(code: LocalCode) -> LocalCode:
     """A backward with the same results; the given one if it computes nothing again."""
@@ -71,8 +73,8 @@ def _write_over_operands(graph: fx.Graph) -> None:
     for node in graph.nodes:
         operands, selects = node.all_input_nodes, node.target is operator.getitem
         is_operator = isinstance(node.target, torch._ops.OpOverload)
-        shares = bool(operands) and (selects or makes_alias(node))
-        owners[node] = owners[operands[0]] if shares else node
+        shares = bool(operands) and (selects or makes_alias(node) or node.target is aten._unsafe_view.default)
+        owners[node] = owners[node.kwargs.get("out", operands[0])] if shares else node
         if is_operator and not shares:
             alone.add(node)
         for used in operands:
@@ -91,11 +93,13 @@ def _write_over_operands(graph: fx.Graph) -> None:
 
 
 def _is_all(view: fx.Node, owner: fx.Node) -> bool:
-    """Whether a view has all elements of a tensor."""
+    """Whether a view has all elements of a tensor, as they are."""
     if view is owner:
         return True
     a, b = view.meta.get("val"), owner.meta.get("val")
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and a.numel() == b.numel()
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.is_conj() or a.is_neg():
+        return False
+    return a.dtype == b.dtype and a.numel() == b.numel()
 
 
 def _are_alike(one: fx.Node, other: fx.Node) -> bool:

@@ -60,7 +60,7 @@ ONE = [
     call(aten.tanh.default), call(aten.sin.default), call(aten.exp.default), call(aten.mul.Tensor, 0.5),
     call(aten.add.Tensor, 1.0), call(aten.pow.Tensor_Scalar, 3.0), call(aten.silu.default),
     call(aten.transpose.int, 0, 1), call(aten.softmax.int, -1), by_rows, expanded, scaled,
-    with_its_turn,
+    with_its_turn, call(aten._unsafe_view.default, [SIZE, SIZE]),
 ]  # fmt: skip
 TWO = [call(aten.mul.Tensor), call(aten.mul.Tensor), call(aten.add.Tensor), call(aten.mm.default), together]
 
