@@ -33,5 +33,5 @@ def _layer_of_processors(op: Op) -> Rule | None:
     """``t b i, w, w, w, w, b h, b h -> t b h, b h, b h``, and what its backward reads, which nothing else does."""
     if len(op.args["batch_sizes"]):
         return None
-    states = [slot for name in ("hx_", "cx_") for slot in op.positions[name]]
+    states = [slot for name in ("hx_", "cx_") for slot in op.positions[name] if slot is not None]
     return Rule(axes=[OpAxis({0: 1, **dict.fromkeys(states, 0)}, {0: 1, 1: 0, 2: 0})])
