@@ -13,17 +13,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from harness import HEAD, arguments, report, side_by_side, table
 from models import batch, gpt2
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import whale
 
-WIDTHS = (64, 256)
+
+class Size(NamedTuple):
+    """Sizes of a GPT-2 and its batch of eight rows."""
+
+    width: int
+    layers: int
+    length: int
+    dropout: float
+
+    def __str__(self) -> str:
+        drops = f", dropout {self.dropout}" if self.dropout else ""
+        return f"GPT-2, {self.layers} layers, {self.width} wide, 8 x {self.length}{drops}"
+
+
+SIZES = (Size(64, 2, 128, 0.0), Size(192, 4, 64, 0.1), Size(256, 2, 128, 0.0))
 
 aten = torch.ops.aten
+
+Batch = dict[str, Tensor]
 
 
 class _Products(TorchDispatchMode):
@@ -59,22 +77,23 @@ def products(step: Callable[[], object]) -> Callable[[], None]:
 def main() -> None:
     options = arguments("compiled kernels", repeats=40)
     torch.set_num_threads(1)
-    whole, rows = batch(8, 128), []
-    for width in WIDTHS:
-        if options.only not in f"{width} wide":
+    rows = []
+    for size in SIZES:
+        if options.only not in str(size):
             continue
-        build = partial(gpt2, width=width, layers=2)
+        whole = batch(8, size.length)
+        build = partial(gpt2, **size._asdict())
         compiled, eager = (whale.parallelize(build(), whole, device="cpu", compile=asked) for asked in (True, False))
-        local, itself = torch.compile(build()), build()
+        local: Any = torch.compile(build())
+        itself = build()
 
-        def step(model: whale.ParallelModule) -> Callable[[], None]:
+        def step(model: whale.ParallelModule, whole: Batch = whole) -> Callable[[], None]:
             return lambda: (model.zero_grad(), model.train_step(**whole))
 
-        def plain(model: torch.nn.Module = local) -> None:
+        def plain(model: Any = local, whole: Batch = whole) -> None:
             model.zero_grad()
-            model(**whole).loss.backward()
+            model.train()(**whole).loss.backward()
 
-        size = f"GPT-2, 2 layers, {width} wide, 8 x 128"
         for case, other, target in (("eager", step(eager), 0.85), ("torch.compile", plain, 1.0)):
             row = side_by_side(f"against {case}, {size}", step(compiled), other, repeats=options.repeats, target=target)
             rows.append(row.cells())

@@ -16,13 +16,14 @@ def gpt2(
     length: int = 128,
     heads: int = 4,
     activation: str = "gelu_new",
+    dropout: float = 0.0,
     attention_dropout: float = 0.0,
 ) -> nn.Module:
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=WORDS,
-        activation_function=activation, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=attention_dropout, use_cache=False,
-        bos_token_id=None, eos_token_id=None,
+        activation_function=activation, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=attention_dropout,
+        use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
