@@ -212,6 +212,33 @@ def test_a_cut_into_stages_knows_the_optimizer_and_what_is_on_hosts(tmp_path: Pa
         assert done.exit_code == 0, (options, done.stderr)
 
 
+def test_what_does_not_free_the_memory_of_hosts_is_not_named_where_that_lacks(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(WIDE)
+    (tmp_path / "cluster.toml").write_text(TIGHT.replace("64 GiB", "11.4 GiB").replace("3.20 GiB", "8 GiB"))
+    given = ["plan", "--model", f"{tmp_path / 'model.py'}:build", "--cluster", str(tmp_path / "cluster.toml"), "-q"]
+    given += ["--batch", "8", "--stages", "1", "--recompute", "none", "--offload", "state"]
+    refused = CliRunner().invoke(app, given)
+    assert refused.exit_code == 4 and "in the memory of node0 itself" in refused.stderr
+    assert "--recompute" not in refused.stderr and "--zero" not in refused.stderr
+
+
+def test_replicas_of_a_stage_are_on_the_devices_that_its_layers_were_chosen_for(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(WIDE)
+    slow = TIGHT.replace("10 TFLOP", "4 TFLOP").replace("20 TFLOP", "8 TFLOP")
+    nodes = '[[nodes]]\ndevices = 2\ndevice = "fast"\n[[nodes]]\ndevices = 2\ndevice = "card"\n'
+    mixed = slow.replace('[[nodes]]\ndevices = 4\ndevice = "card"\n', nodes).replace("3.20 GiB", "8 GiB")
+    mixed = mixed.replace("[host", '[links.inter_node]\nbandwidth = "1 GB/s"\nlatency = "10 us"\n[host')
+    card = TIGHT.partition("[device_types.card]")[2].replace("3.20 GiB", "8 GiB")
+    (tmp_path / "cluster.toml").write_text(f"{mixed}[device_types.fast]{card}")
+    given = ["plan", "--model", f"{tmp_path / 'model.py'}:build", "--cluster", str(tmp_path / "cluster.toml"), "-q"]
+    for rows in ("16", "15"):
+        done = CliRunner().invoke(app, [*given, "--batch", rows, "--stages", "2", "--micro-batches", "4", "--json"])
+        assert done.exit_code == 0, done.stderr
+        made = Plan.parse(done.stdout)
+        assert [one.ranks for one in made.stages] == [(0, 1), (2, 3)]
+        assert not any(axis.shares for one in made.stages for axis in one.axes or ())
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_what_zero_is_said_to_free_is_freed(tmp_path: Path, precision: str) -> None:
     (tmp_path / "model.py").write_text(WIDE)

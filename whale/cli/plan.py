@@ -159,6 +159,7 @@ def plan(
     from whale.commands.planning import make_plan, stage_annotations
     from whale.compile.compile import Options
     from whale.graph.capture import batch_rows
+    from whale.ir.plan import PlanAxis, PlanStage
     from whale.planner.balance.by_speed import pipeline_by_speed
     from whale.predict.costs import Costs
     from whale.strategies.profile import profile_model
@@ -183,8 +184,9 @@ def plan(
             precision=autocast,
             rules=asked or recompute not in (None, "none"),
         )
-    annotations = None
+    annotations, planned = None, []
     if stages is not None:
+        replicas = replicas or max(1, len(cluster.devices) // stages)
         if scopes:
             raise UsageError(f"--stages {stages} is for a model without annotations, but {loaded.name} has some")
         rules: tuple[Recompute, ...] = ("none", "full") if recompute == "auto" else (recompute or "none",)
@@ -202,7 +204,7 @@ def plan(
                     batch=rows,
                     micro_batches=micro_batches,
                     num_stages=stages,
-                    replicas=replicas or max(1, len(cluster.devices) // stages),
+                    replicas=replicas,
                     precision=precision,
                     schedule=schedule,
                     recompute=rule,
@@ -217,6 +219,9 @@ def plan(
             assert problem is not None
             raise problem
         annotations = stage_annotations(profile, cuts)
+        axes = (PlanAxis(name="data", size=replicas, role="replicate"),) if replicas > 1 else ()
+        of_stage = (tuple(range(first, first + replicas)) for first in range(0, stages * replicas, replicas))
+        planned = [PlanStage(ranks=ranks, axes=axes) for ranks in of_stage]
     note(f"compiling {loaded.name} for {counted(len(cluster.devices), 'device')}")
     found = make_plan(
         loaded.model,
@@ -244,6 +249,7 @@ def plan(
         rows=rows,
         name=loaded.name,
         annotations=annotations,
+        stages=planned,
         least=recompute == "auto",
         least_state=state if zero == "auto" else None,
         auto_shares=state_shares == "auto" or (zero == "auto" and state_shares is None),

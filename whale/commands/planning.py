@@ -96,6 +96,7 @@ def make_plan(
     rows: int,
     name: str,
     annotations: Mapping[str, Sequence[str]] | None = None,
+    stages: Sequence[PlanStage] = (),
     least: bool = False,
     least_state: StateSharding | None = None,
     auto_shares: bool = False,
@@ -111,6 +112,7 @@ def make_plan(
         rows: of the batch.
         name: of the model, for the plan.
         annotations: of an unmodified model, as a plan has them.
+        stages: their ranks, which equal stages may swap, and axes; empty: as the annotations take them.
         least: whether stages whose devices lack memory compute again what they need to fit.
         least_state: in which way, whatever its level, replicas divide as much of their state as they need to fit; None:
             as the options say.
@@ -127,15 +129,16 @@ def make_plan(
 
     traced = trace(model, batch, device="cpu", training=True, promote=options.promote, precision=options.precision)
     counted = options
-    if rows % options.micro_batches:
-        rows_of_micro_batch(rows, options.micro_batches)
-        ragged = Plan(
+    rows_of_micro_batch(rows, options.micro_batches)
+    if stages or rows % options.micro_batches:
+        decided = Plan(
             world_size=len(costs.cluster.devices),
             batch=rows,
             micro_batches=options.micro_batches,
             schedule=options.schedule,
+            stages=tuple(stages),
         )
-        counted = replace(options, plan=ragged)
+        counted = replace(options, plan=decided)
     first = compile_traced(traced, costs.cluster, counted, device="cpu")
     for text in first.warnings:
         warn(text)
@@ -255,13 +258,15 @@ def make_plan(
         found.append(replace(one, reasons=(*why, *one.reasons)))
     if found:
         return min(found, key=lambda one: one.predicted.prediction.step_seconds)
-    cures = []
-    if not least:
+    cures: list[str] = []
+    lacking = not _fit(even.prediction.memory)  # else hosts do, and the least of these is what the plan has
+    if lacking and not least:
         cures += [f"--recompute {_most(plan)}" for plan in tried([partial(with_rules, start)])]
-    if least_state is None and may_divide:
+    if lacking and least_state is None and may_divide:
         cures += [f"--zero {max(map(_level, plan.stages))}" for plan in tried([partial(with_levels, start)])]
     if not least_offload and not cures and has_hosts(costs.cluster):
-        cures += [f"--offload {_most_offload(plan)}" for plan in tried([partial(with_hosts, start)])]
+        hosted = tried([partial(with_hosts, start)])
+        cures += [f"--offload {_most_offload(plan)}" for plan in hosted if settled(plan)[1].prediction.fits]
     more = _enough_micro_batches(start, even, predicted)
     raise InfeasibleError(_or_with(str(problem), [*([] if more is None else [f"--micro-batches {more}"]), *cures]))
 
