@@ -34,6 +34,10 @@ needs the time of every unit; above this number times are assumed not to decreas
 the best."""
 
 
+ROUNDING = 1e-12
+"""By how much a sum of products of floats may be above the bytes that it stands for, as a part: less than a byte."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Worker:
     """A device, or several that work as one, that takes a share.
@@ -57,14 +61,15 @@ class Worker:
         >>> Worker(name="card", seconds=float, memory=Affine(2e9, 0.18e9), capacity_bytes=16e9).limit(256)
         77
         """
-        if self.memory(0) > self.capacity_bytes:
+        capacity = self.capacity_bytes * (1 + ROUNDING)
+        if self.memory(0) > capacity:
             return -1
-        if self.memory(total) <= self.capacity_bytes:
+        if self.memory(total) <= capacity:
             return total
-        held = min(total, int((self.capacity_bytes - self.memory.fixed) / self.memory.per_row))
-        while self.memory(held) > self.capacity_bytes:  # at most once: the division rounds
+        held = min(total, int((capacity - self.memory.fixed) / self.memory.per_row))
+        while self.memory(held) > capacity:  # at most once: the division rounds
             held -= 1
-        return held + 1 if self.memory(held + 1) <= self.capacity_bytes else held
+        return held + 1 if self.memory(held + 1) <= capacity else held
 
 
 def memory_between(needed: Callable[[float], float], low: float, high: float, *, fixed: float = 0.0) -> Affine:

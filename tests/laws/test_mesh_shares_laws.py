@@ -74,6 +74,23 @@ def test_shares_fit_sum_and_are_never_slower_than_even_ones(mesh) -> None:  # ty
     assert even_seconds is None or seconds <= even_seconds * (1 + 1e-9)
 
 
+def test_devices_that_are_full_to_the_byte_hold_their_parts() -> None:
+    sizes = ("replicate", 2, 3), ("split", 2, 5), ("split", 3, 8)
+    axes = [AxisToShare(name=str(n), size=size, role=role, units=units) for n, (role, size, units) in enumerate(sizes)]  # type: ignore[arg-type]
+    devices = [
+        MeshDevice(
+            name="card",
+            seconds=lambda rows, fraction, speed=speed: rows * (0.2 + fraction) / speed,  # type: ignore[misc]
+            bytes=lambda rows, fraction: (4 + rows) * fraction,
+            capacity_bytes=capacity,
+        )
+        for speed, capacity in zip([1, 2, 1, 0.5, 1, *[0.5] * 7], [*[3.0] * 7, 6.0, *[3.0] * 4], strict=True)
+    ]
+    even = priced(axes, devices, 1, [[1, 0], [3, 2], [3, 3, 2]])
+    assert even is not None
+    assert mesh_shares(axes, devices, rows=1).seconds <= even
+
+
 @given(meshes(max_axes=1))
 def test_with_one_axis_no_other_shares_are_faster(mesh) -> None:  # type: ignore[no-untyped-def]
     (axis,), devices, rows = mesh
