@@ -200,10 +200,15 @@ memory_bandwidth = "500 GB/s"
 """
 
 
-def test_a_cut_into_stages_knows_the_optimizer_and_what_is_on_hosts(tmp_path: Path) -> None:
+def wide_plan(tmp_path: Path, cluster: str) -> list[str]:
+    """The beginning of a command that plans the wide model for a cluster."""
     (tmp_path / "model.py").write_text(WIDE)
-    (tmp_path / "cluster.toml").write_text(TIGHT)
-    given = ["plan", "--model", f"{tmp_path / 'model.py'}:build", "--cluster", str(tmp_path / "cluster.toml"), "-q"]
+    (tmp_path / "cluster.toml").write_text(cluster)
+    return ["plan", "--model", f"{tmp_path / 'model.py'}:build", "--cluster", str(tmp_path / "cluster.toml"), "-q"]
+
+
+def test_a_cut_into_stages_knows_the_optimizer_and_what_is_on_hosts(tmp_path: Path) -> None:
+    given = wide_plan(tmp_path, TIGHT)
     given += ["--batch", "8", "--stages", "2", "--micro-batches", "4"]
     refused = CliRunner().invoke(app, given)
     assert refused.exit_code == 4 and "or with --offload state" in refused.stderr
@@ -213,9 +218,7 @@ def test_a_cut_into_stages_knows_the_optimizer_and_what_is_on_hosts(tmp_path: Pa
 
 
 def test_what_does_not_free_the_memory_of_hosts_is_not_named_where_that_lacks(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(WIDE)
-    (tmp_path / "cluster.toml").write_text(TIGHT.replace("64 GiB", "11.4 GiB").replace("3.20 GiB", "8 GiB"))
-    given = ["plan", "--model", f"{tmp_path / 'model.py'}:build", "--cluster", str(tmp_path / "cluster.toml"), "-q"]
+    given = wide_plan(tmp_path, TIGHT.replace("64 GiB", "11.4 GiB").replace("3.20 GiB", "8 GiB"))
     given += ["--batch", "8", "--stages", "1", "--recompute", "none", "--offload", "state"]
     refused = CliRunner().invoke(app, given)
     assert refused.exit_code == 4 and "in the memory of node0 itself" in refused.stderr
@@ -223,14 +226,12 @@ def test_what_does_not_free_the_memory_of_hosts_is_not_named_where_that_lacks(tm
 
 
 def test_replicas_of_a_stage_are_on_the_devices_that_its_layers_were_chosen_for(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(WIDE)
     slow = TIGHT.replace("10 TFLOP", "4 TFLOP").replace("20 TFLOP", "8 TFLOP")
     nodes = '[[nodes]]\ndevices = 2\ndevice = "fast"\n[[nodes]]\ndevices = 2\ndevice = "card"\n'
     mixed = slow.replace('[[nodes]]\ndevices = 4\ndevice = "card"\n', nodes).replace("3.20 GiB", "8 GiB")
     mixed = mixed.replace("[host", '[links.inter_node]\nbandwidth = "1 GB/s"\nlatency = "10 us"\n[host')
     card = TIGHT.partition("[device_types.card]")[2].replace("3.20 GiB", "8 GiB")
-    (tmp_path / "cluster.toml").write_text(f"{mixed}[device_types.fast]{card}")
-    given = ["plan", "--model", f"{tmp_path / 'model.py'}:build", "--cluster", str(tmp_path / "cluster.toml"), "-q"]
+    given = wide_plan(tmp_path, f"{mixed}[device_types.fast]{card}")
     for rows in ("16", "15"):
         done = CliRunner().invoke(app, [*given, "--batch", rows, "--stages", "2", "--micro-batches", "4", "--json"])
         assert done.exit_code == 0, done.stderr
@@ -241,9 +242,7 @@ def test_replicas_of_a_stage_are_on_the_devices_that_its_layers_were_chosen_for(
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_what_zero_is_said_to_free_is_freed(tmp_path: Path, precision: str) -> None:
-    (tmp_path / "model.py").write_text(WIDE)
-    (tmp_path / "cluster.toml").write_text(TIGHT.replace("3.20 GiB", "8 GiB"))
-    given = ["plan", "--model", f"{tmp_path / 'model.py'}:build", "--cluster", str(tmp_path / "cluster.toml"), "-q"]
+    given = wide_plan(tmp_path, TIGHT.replace("3.20 GiB", "8 GiB"))
     given += ["--batch", "16", "--stages", "1", "--micro-batches", "2", "--precision", precision, "--json"]
     plans = [Plan.parse(CliRunner().invoke(app, [*given, "--zero", str(zero)]).stdout) for zero in range(4)]
     whole, *divided = (max(one.total for one in plan.prediction.memory) for plan in plans if plan.prediction)

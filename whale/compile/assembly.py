@@ -73,7 +73,7 @@ def assemble(
             programs = with_backwards(stage.programs, lambda code: in_less_memory(gradients_in_place(code)))
         else:
             stay = {index for index, unit in units.items() if unit.keeps_whole}
-            programs = in_pieces(stage.programs, recorder, clock, device, stay, warn)
+            programs = in_pieces(with_backwards(stage.programs, in_less_memory), recorder, clock, device, stay, warn)
         stages[stage.index] = LocalStage(
             programs=bound(programs, lambda name, ranks: bridge_group(tuple(sorted(ranks)))),
             outputs=stage.outputs,
