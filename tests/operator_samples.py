@@ -1,7 +1,8 @@
 """Sample calls of every operator that has an axis rule: small, in float64, in the forms that models use.
 
 ``offers`` names choices that the rule must offer (operands -> outputs), ``refused`` marks calls that a rule must leave
-whole, ``random`` those whose values may differ from the whole call's.
+whole, ``random`` those whose values may differ from the whole call's, ``scratch`` results that only the operator's own
+backward reads.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Sample:
     offers: tuple[str, ...] = ()
     refused: bool = False
     random: bool = False
+    scratch: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         def show(x: Any) -> str:
@@ -51,6 +53,11 @@ def x(*shape: int, low: float = -1.0, high: float = 1.0) -> Tensor:
     return (torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low).requires_grad_()
 
 
+def single(*shape: int) -> Tensor:
+    """Like `x`, in float32, for kernels that have no other precision."""
+    return x(*shape).detach().float().requires_grad_()
+
+
 def data(*shape: int) -> Tensor:
     """Like `x`, without a gradient."""
     return x(*shape).detach()
@@ -69,9 +76,9 @@ def bools(*shape: int) -> Tensor:
 
 
 def S(target: Callable[..., Any], *args: Any, offers: tuple[str, ...] = (), refused: bool = False, random: bool = False,
-      **kwargs: Any) -> Sample:  # fmt: skip
+      scratch: tuple[int, ...] = (), **kwargs: Any) -> Sample:  # fmt: skip
     """A sample in one line."""
-    return Sample(target, args, kwargs, offers, refused, random)
+    return Sample(target, args, kwargs, offers, refused, random, scratch)
 
 
 def samples() -> Iterator[Sample]:
@@ -581,6 +588,11 @@ def _recurrent() -> Iterator[Sample]:
     yield S(aten.gru_cell.default, x(4, 5), x(4, 3), *weights(3))
     yield S(aten.rnn_tanh_cell.default, x(4, 5), x(4, 3), *weights(1))
     yield S(aten.rnn_relu_cell.default, x(4, 5), x(4, 3), *weights(1))
+    if torch.backends.mkldnn.is_available():
+        rows, states = single(4, 2, 5), [single(2, 3), single(2, 3)]
+        kernel = [single(12, 5), single(12, 3), single(12), single(12)]
+        yield S(aten.mkldnn_rnn_layer.default, rows, *kernel, *states, False, [], 2, 3, 1, True, False, False, True,
+                offers=("S(1),R*,R*,R*,R*,S(0),S(0)->S(1),S(0),S(0),P",), scratch=(3,))  # fmt: skip
 
 
 @row_wise(whole=(1,))

@@ -40,7 +40,8 @@ def each_sample() -> list[object]:
 def test_every_registered_operator_has_a_sample(calls: dict[int, Call]) -> None:
     sampled = {target_name(call_of(calls, i).node) for i in range(len(SAMPLES))}
     namespaces = {name.partition(".")[0] for name in sampled}
-    assert set(REGISTRY) - sampled - namespaces == set()
+    of_other_builds = set() if torch.backends.mkldnn.is_available() else {"aten.mkldnn_rnn_layer"}
+    assert set(REGISTRY) - sampled - namespaces - of_other_builds == set()
 
 
 def test_operators_tagged_pointwise_are_sampled() -> None:
@@ -60,7 +61,7 @@ def test_shards_compute_what_the_whole_does(calls: dict[int, Call], number: int)
     call, sample = call_of(calls, number), SAMPLES[number]
     for choice, shares in itertools.product(call.choices, SHARES):
         try:
-            check(call, [choice], [shares], compare_values=not sample.random)
+            check(call, [choice], [shares], compare_values=not sample.random, scratch=sample.scratch)
         except Exception as error:
             raise AssertionError(f"{choice} {choice.form} shared {shares}: {error}") from error
 
@@ -72,7 +73,7 @@ def test_two_mesh_axes_compute_what_the_whole_does(calls: dict[int, Call], numbe
         if pair[0].form == "halo" and pair[0] == pair[1]:
             continue  # neighbours lie along one mesh axis: annotations that ask for two are refused
         try:
-            check(call, pair, [(1.0, 1.0), (1.0, 2.0)], compare_values=not sample.random)
+            check(call, pair, [(1.0, 1.0), (1.0, 2.0)], compare_values=not sample.random, scratch=sample.scratch)
         except Exception as error:
             raise AssertionError(f"{' and '.join(map(str, pair))}: {error}") from error
 
@@ -103,7 +104,7 @@ def test_arguments_by_name_are_taken(number: int, name: str) -> None:
     sample = SAMPLES[number]
     call = single_call(sample.target, *sample.args, **{**sample.kwargs, name: KEYWORDS[name]})
     for choice in call.choices:
-        check(call, [choice], [(3.0, 1.0)], compare_values=not sample.random)
+        check(call, [choice], [(3.0, 1.0)], compare_values=not sample.random, scratch=sample.scratch)
 
 
 WINDOWS = [
