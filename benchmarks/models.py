@@ -18,10 +18,11 @@ def gpt2(
     activation: str = "gelu_new",
     dropout: float = 0.0,
     attention_dropout: float = 0.0,
+    words: int = WORDS,
 ) -> nn.Module:
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=WORDS,
+        n_layer=layers, n_embd=width, n_head=heads, n_positions=length, vocab_size=words,
         activation_function=activation, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=attention_dropout,
         use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip

@@ -111,7 +111,9 @@ class _Written:
             module = trace.modules[number]  # type: ignore[index]
             if isinstance(call.module, Bridge):
                 module = module.named(module.value + call.module.value)
-            return self.module(module, tuple(read(x) for x in tensors))  # type: ignore[union-attr, arg-type]
+            called = self.module(module, tuple(read(x) for x in tensors))  # type: ignore[union-attr, arg-type]
+            called.meta["val"] = node.meta.get("val")
+            return called
         if (module := node.meta.get("module")) is not None:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), read)
             return self.module(module, args, kwargs)

@@ -25,11 +25,13 @@ from whale.runtime.cuda_graphs import Begin, Piece, Recorder, Slots, StepSeeds
 from whale.runtime.derivative import OnTape, laid_out
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, LocalProgram, Source
 from whale.runtime.random import (
+    MaskKeys,
     PositionMask,
     RNGPosition,
     SeededCall,
     UniformNumbers,
     keep_mask,
+    mask_keys,
     uniform_numbers,
 )
 from whale.strategies.recompute import draws_numbers
@@ -44,7 +46,7 @@ aten = torch.ops.aten
 _STAYS = {"parameter", "buffer", "constant", "rows", "columns", "cast"}
 """Sources of tensors that are in the same memory in each step."""
 
-_DRAWN = (PositionMask, UniformNumbers)
+_DRAWN = (MaskKeys, PositionMask, UniformNumbers)
 
 _OTHER_SHAPES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -71,7 +73,7 @@ def in_pieces(
     for one in programs:
         if one.derivative is not None:
             given.setdefault(id(one.derivative), []).append(one)
-    keys = {drawn.key for first, *_ in given.values() for drawn in _drawn(first.derivative)}
+    keys = {key for first, *_ in given.values() for drawn in _drawn(first.derivative) for key in _keys(drawn)}
     seeds = StepSeeds(clock, sorted(keys), device)
     dividing = {key: _Dividing(like, Slots(recorder, seeds, warn), device, units) for key, like in given.items()}
     made = {key: each.run() for key, each in dividing.items()}
@@ -84,13 +86,17 @@ def in_pieces(
     return [found[id(one)] for one in programs]
 
 
-def _drawn(derivative: Derivative | None) -> Iterator[PositionMask | UniformNumbers]:
+def _drawn(derivative: Derivative | None) -> Iterator[MaskKeys | PositionMask | UniformNumbers]:
     assert derivative is not None
     codes = [derivative.forward, derivative.backward.code]
     if (split := derivative.split) is not None:
         codes += [split.inputs.code, split.weights.code]
     for code in codes:
         yield from (module for module in code.root.children() if isinstance(module, _DRAWN))
+
+
+def _keys(drawn: MaskKeys | PositionMask | UniformNumbers) -> tuple[int, ...]:
+    return drawn.keys if isinstance(drawn, MaskKeys) else (drawn.key,)
 
 
 class _Dividing:
@@ -240,8 +246,11 @@ class _Pieces(Runs):
         module = getattr(self.old_root, str(node.target)) if node.op == "call_module" else None
         if not isinstance(module, _DRAWN):
             return node_copy(graph, node, read)
-        rows, columns = (read(x) for x in node.all_input_nodes)
-        seed = graph.get_attr(f"seed_{module.key}")
+        rows, *others = map(read, node.all_input_nodes)
+        seeds = [graph.get_attr(f"seed_{key}") for key in _keys(module)]
+        if isinstance(module, MaskKeys):
+            return graph.call_function(mask_keys, (seeds, rows))
+        (seed,), (columns,) = seeds, others
         if isinstance(module, PositionMask):
             return graph.call_function(keep_mask, (seed, module.keep, rows, columns))
         return graph.call_function(uniform_numbers, (seed, rows, columns, module.digits))

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from whale.graph.capture_checks import is_checkpointed, layer_of
-from whale.graph.nodes import node_copy
+from whale.graph.nodes import copy_of_root, node_copy
 from whale.ir.strategy import Recompute
 from whale.runtime.derivative import OnTape
 from whale.runtime.experts import product_of_groups
@@ -65,7 +65,8 @@ def kept_once(derivative: Derivative) -> Derivative:
     """The derivative of the same graph for fused kernels, whose forwards write to memory only what they must.
 
     A value is computed again if it is element by element a function of others that the backward has, and if nothing
-    but such functions reads it in the forward, so that this has it in memory for the backward alone.
+    but such functions reads it in the forward, so that this has it in memory for the backward alone. A mask that is
+    written out (:mod:`whale.strategies.mask_hashes`) is, too, of the keys of its rows.
 
     Args:
         derivative: with its backward in one part.
@@ -98,7 +99,7 @@ class _Recomputing:
         self.written = written_to(forward.graph)
         self.results: set[fx.Node] = set()
         self.regions: dict[fx.Node, _Region] = {}
-        self.backward, self.backward_root = fx.Graph(), _copied(derivative.backward.code.root)
+        self.backward, self.backward_root = fx.Graph(), copy_of_root(derivative.backward.code.root)
         self.sources: list[Source] = []
         self.kept: dict[fx.Node, int] = {}
         self.env: dict[fx.Node, Any] = {}  # of the given backward
@@ -242,7 +243,13 @@ class _KeepingOnce(_Recomputing):
         )
 
     def _is_computed_again(self, node: fx.Node) -> bool:
-        return node in self._cheap
+        return node in self._cheap or self._is_hash(node)
+
+    def _is_hash(self, node: fx.Node) -> bool:
+        """Whether a value is a part of a hash of positions, or a view of one."""
+        if makes_alias(node) and not node.meta.get("hash"):
+            return self._is_hash(node.all_input_nodes[0])
+        return bool(node.meta.get("hash"))
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -289,13 +296,3 @@ def _maker(node: fx.Node) -> fx.Node:
     while node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     return node
-
-
-def _copied(root: nn.Module) -> nn.Module:
-    """A root with the same modules and buffers, to which others can be added."""
-    made = nn.Module()
-    for name, module in root.named_children():
-        made.add_module(name, module)
-    for name, buffer in root.named_buffers(recurse=False):
-        made.register_buffer(name, buffer)
-    return made

@@ -17,6 +17,7 @@ from whale.runtime.local_program import Derivative, LocalProgram, bound
 from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
 from whale.runtime.stage import LocalStage
+from whale.strategies.mask_hashes import masks_written_out
 from whale.strategies.recompute import kept_once
 from whale.strategies.segments import Segments
 
@@ -67,7 +68,10 @@ def compiled_kernels(step: RankStep, segments: Segments) -> RankStep:
         if derivative is None:
             return program
         if id(derivative) not in derivatives:
-            once = derivative if derivative.split is not None else kept_once(derivative)
+            if derivative.split is None:
+                once = kept_once(masks_written_out(derivative))
+            else:
+                once = derivative
             derivatives[id(derivative)] = segments.of_derivative(once)
         if id(program) not in programs:
             programs[id(program)] = replace(program, derivative=derivatives[id(derivative)])

@@ -1,4 +1,4 @@
-"""Nodes that are added to a graph by the thousand.
+"""Nodes that are added to a graph by the thousand, and roots to which modules are added.
 
 `torch.fx.Graph.create_node` looks through the arguments of every node for symbolic numbers, to warn of them, and takes
 most of its time for that. Whale's graphs have none, so a node gets its arguments after it is made.
@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
-__all__ = ["create_node", "node_copy"]
+__all__ = ["copy_of_root", "create_node", "node_copy"]
 
 
 def create_node(
@@ -35,4 +35,14 @@ def node_copy(graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], Any] = l
     args, kwargs = fx.map_arg((node.args, node.kwargs), read)
     made = create_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
     made.meta = copy(node.meta)
+    return made
+
+
+def copy_of_root(root: nn.Module) -> nn.Module:
+    """A root with the same modules and buffers, to which others can be added."""
+    made = nn.Module()
+    for name, module in root.named_children():
+        made.add_module(name, module)
+    for name, buffer in root.named_buffers(recurse=False):
+        made.register_buffer(name, buffer)
     return made

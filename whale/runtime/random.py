@@ -109,10 +109,9 @@ def keep_mask(seed: int, keep: float, rows: Tensor, columns: Tensor) -> Tensor:
     shape = (rows.numel(), columns.numel())
     if not 0.0 < keep < 1.0:
         return torch.full(shape, keep >= 1.0, device=rows.device)
-    keys = _mixed(rows ^ seed)
-    lower, upper = _low(keys)[:, None], _low(_shifted(keys, 32))[:, None]
-    first, second = (_signed(number) for number in (_FIRST, _SECOND))
-    limit = min(round(keep * 2**32), 2**32 - 1) - 2**31
+    lower, upper = mask_keys((seed,), rows)[0]
+    first, second = MASK_FACTORS
+    limit = mask_limit(keep)
     mask = torch.empty(shape, dtype=torch.bool, device=rows.device)
     chunk = max(1, (_CPU_CHUNK if rows.device.type == "cpu" else _CHUNK) // max(1, shape[1]))
     for begin in range(0, shape[0], chunk):
@@ -125,6 +124,17 @@ def keep_mask(seed: int, keep: float, rows: Tensor, columns: Tensor) -> Tensor:
         x *= second
         torch.lt(x, limit, out=mask[part])
     return mask
+
+
+def mask_keys(seeds: Sequence[int | Tensor], rows: Tensor) -> Tensor:
+    """The lower and the upper halves of the keys of rows under each seed, in int32 of shape (seeds, 2, rows, 1)."""
+    keys = _mixed(torch.stack([rows ^ seed for seed in seeds]))
+    return torch.stack([_low(keys), _low(_shifted(keys, 32))], 1)[..., None]
+
+
+def mask_limit(keep: float) -> int:
+    """The hash, as a number with a sign, below which elements are kept with probability *keep*, in (0, 1)."""
+    return min(round(keep * 2**32), 2**32 - 1) - 2**31
 
 
 def uniform_numbers(seed: int, rows: Tensor, columns: Tensor, digits: int = 53) -> Tensor:
@@ -147,6 +157,9 @@ def uniform_numbers(seed: int, rows: Tensor, columns: Tensor, digits: int = 53) 
 def _signed(number: int) -> int:
     """The number of 32 bits with the same bits and a sign."""
     return number - 2**32 if number >= 2**31 else number
+
+
+MASK_FACTORS = _signed(_FIRST), _signed(_SECOND)
 
 
 def _low(x: Tensor) -> Tensor:
@@ -190,6 +203,18 @@ class PositionMask(nn.Module):
             return torch.empty(x.shape, dtype=torch.bool, device=x.device)
         found: Tensor = self(rows, columns)
         return found.view(x.shape)
+
+
+class MaskKeys(nn.Module):
+    """The keys of the rows of several operators: see :func:`mask_keys`."""
+
+    def __init__(self, keys: Sequence[int], clock: RNGPosition) -> None:
+        super().__init__()
+        self.keys, self.clock = tuple(keys), clock
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """The keys of these rows in this step."""
+        return mask_keys([self.clock.of_step(key) for key in self.keys], rows)
 
 
 class UniformNumbers(nn.Module):
