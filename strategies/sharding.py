@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -362,7 +362,7 @@ class _Solver:
             beam = undominated(
                 live,
                 found,
-                lambda state, cost: cost,
+                lambda value, placed: 0.0,
                 lambda value, have, want: self.emulate(have, want, self.describe(value)),
                 lambda value: value in self.weights,
             )
@@ -442,7 +442,7 @@ class _Solver:
                     if key not in found or total < found[key][0]:
                         found[key] = (total, (path, number))
             live = step.live
-            beam = undominated(live, found, partial(prices.hoped, live), prices.emulate, prices.is_stored)
+            beam = undominated(live, found, prices.pending, prices.emulate, prices.is_stored)
         ends = []
         for state, (cost, path) in beam.items():
             decisions: list[int] = []
@@ -581,10 +581,6 @@ class _SegmentPrices:
         problem = self.solver.problem
         terms = all(p[0] == "P" for p in self.sets[placed])
         return all_reduce_price(self.info[value][0], problem.size, problem.prices) if terms else 0.0
-
-    def hoped(self, live: Sequence[int], state: Sequence[int], cost: float) -> float:
-        """Price of a state with what its live values will cost."""
-        return cost + sum(map(self.pending, live, state))
 
     def is_stored(self, value: int) -> bool:
         """Whether a value is a parameter that may be sharded, which is then never gathered."""

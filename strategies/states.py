@@ -10,12 +10,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from whale.ir.placement import Placement
 
 __all__ = ["BEAM", "Canonical", "Known", "Priced", "State", "canonical", "undominated", "with_gradient"]
 
 BEAM = 24
 """Number of states that are kept, of those that store the same matrices in the same way."""
+
+_BLOCK = 128
+"""Number of states that are compared at a time."""
 
 WAYS = 16
 """Number of ways to store matrices of which states are kept: between layers that share weights there are thousands."""
@@ -67,41 +72,51 @@ class Known:
 def undominated(
     values: Sequence[V],
     found: Mapping[Any, tuple[float, Any]],
-    rank: Callable[[Any, float], float],
+    pending: Callable[[V, Any], float],
     emulate: Callable[[V, Any, Any], float],
     is_stored: Callable[[V], bool],
 ) -> dict[Any, tuple[float, Any]]:
     """The states that no cheaper state dominates, best first, and at most :data:`BEAM` for each of at most :data:`WAYS`
     ways to place the values that are stored.
 
-    A state has the placements of each of the *values*; *emulate* prices what it takes to have a value placed as in
-    another. This is sound: a dominated state's continuation is available to the dominating state at the same price.
-    What *is_stored* is never moved, so no state stands for those that store it otherwise: a matrix that the first and
-    the last operator read is cut for both, and what suits the last shows at the end.
+    A state has the placements of each of the *values*. Best is the least with what is *pending* of its values;
+    *emulate* prices what it takes to have a value placed as in another. This is sound: a dominated state's continuation
+    is available to the dominating state at the same price. What *is_stored* is never moved, so no state stands for
+    those that store it otherwise: a matrix that the first and the last operator read is cut for both, and what suits
+    the last shows at the end.
     """
-    ordered = sorted((rank(state, one[0]), one[0], i, state) for i, (state, one) in enumerate(found.items()))
-    differing = [i for i in range(len(values)) if len({state[i] for state in found}) > 1]
-    differ = [values[i] for i in differing]
-    stored = [i for i in differing if is_stored(values[i])]
-    num: dict[tuple[Any, ...], int] = {}
-    kept: list[tuple[float, Any, list[Any]]] = []
-    for _, cost, _, state in ordered:
-        ways = tuple([state[i] for i in stored])
-        if num.get(ways, 0) == BEAM or (ways not in num and len(num) == WAYS):
-            continue
-        own = [state[i] for i in differing]
-        for other, _, placed in kept:
-            gap = cost - other
-            if gap < 0:
+    states = list(found)
+    costs = np.array([cost for cost, _ in found.values()])
+    expected, stored = np.zeros(len(states)), list[Any]()
+    differing: list[tuple[Any, Any]] = []  # for each value the numbers of its placements, and prices between these
+    for value, column in zip(values, zip(*states, strict=True), strict=True):
+        numbers: dict[Any, int] = {}
+        places = np.array([numbers.setdefault(placed, len(numbers)) for placed in column])
+        expected += np.array([pending(value, placed) for placed in numbers])[places]
+        if len(numbers) > 1:
+            table = [[0.0 if have == want else emulate(value, have, want) for want in numbers] for have in numbers]
+            differing.append((places, np.array(table)))
+            stored += [places] if is_stored(value) else []
+    order = np.lexsort((costs, costs + expected))
+    ways = list(zip(*(places[order].tolist() for places in stored), strict=True)) or [()] * len(states)
+    num: dict[tuple[int, ...], int] = {}
+    kept: list[int] = []
+    for begin in range(0, len(states), _BLOCK):
+        own = order[begin : begin + _BLOCK]
+        others = np.concatenate([np.array(kept, dtype=np.intp), own])
+        gaps = costs[None, own] - costs[others, None]  # what a state costs more than each, which has to be as it is
+        for places, table in differing:
+            gaps -= table[places[others, None], places[None, own]]
+        dominates = gaps >= 0
+        by_kept = dominates[: len(kept)].any(0).tolist()
+        bits = np.packbits(dominates[len(kept) :], axis=0, bitorder="little").T.tolist()
+        new = 0  # the states of the block that are kept, as bits
+        for place, number in enumerate(own.tolist()):
+            way = ways[begin + place]
+            if by_kept[place] or num.get(way, 0) == BEAM or (way not in num and len(num) == WAYS):
                 continue
-            for value, have, want in zip(differ, placed, own, strict=True):
-                if have != want:
-                    gap -= emulate(value, have, want)
-                    if gap < 0:
-                        break
-            else:
-                break
-        else:
-            kept.append((cost, state, own))
-            num[ways] = num.get(ways, 0) + 1
-    return {state: found[state] for _, state, _ in kept}
+            if not int.from_bytes(bits[place], "little") & new:
+                new |= 1 << place
+                num[way] = num.get(way, 0) + 1
+                kept.append(number)
+    return {states[number]: found[states[number]] for number in kept}

@@ -91,7 +91,7 @@ def test_a_way_to_store_a_matrix_stays_until_its_last_reader_shows_what_it_is_wo
     kept = undominated(
         ["matrix", "value"],
         cheap | dear,
-        lambda state, cost: cost,
+        lambda value, placed: 0.0,
         lambda value, have, want: 1e15 if value == "matrix" else 1.0,
         lambda value: value == "matrix",
     )
@@ -117,7 +117,7 @@ def test_ways_to_store_matrices_are_limited() -> None:
     kept = undominated(
         ["one", "other", "third"],
         {(a, b, c): (float(a + b + c), None) for a in range(9) for b in range(9) for c in range(9)},
-        lambda state, cost: cost,
+        lambda value, placed: 0.0,
         lambda value, have, want: 1e15,
         lambda value: True,
     )
