@@ -90,8 +90,8 @@ def undominated(
     expected, stored = np.zeros(len(states)), list[Any]()
     differing: list[tuple[Any, Any]] = []  # for each value the numbers of its placements, and prices between these
     for value, column in zip(values, zip(*states, strict=True), strict=True):
-        numbers: dict[Any, int] = {}
-        places = np.array([numbers.setdefault(placed, len(numbers)) for placed in column])
+        numbers = {placed: number for number, placed in enumerate(dict.fromkeys(column))}
+        places = np.fromiter(map(numbers.__getitem__, column), dtype=np.intp, count=len(states))
         expected += np.array([pending(value, placed) for placed in numbers])[places]
         if len(numbers) > 1:
             table = [[0.0 if have == want else emulate(value, have, want) for want in numbers] for have in numbers]
