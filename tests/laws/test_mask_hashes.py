@@ -28,7 +28,7 @@ def numbers(rows: int, columns: int, first: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def derivative_of_drops(tensors: tuple[Tensor, ...], keeps: list[float], clock: RNGPosition) -> Derivative:
-    """Of a tensor that is dropped from several times, each time after a sine."""
+    """The derivative of several dropouts, each after a sine."""
     root = nn.Module()
     for number, keep in enumerate(keeps):
         root.add_module(f"drop_{number}", SeededDropout(1 - keep, number + 3, clock, with_mask=False))

@@ -164,7 +164,8 @@ def test_the_same_search_gives_the_same_bytes(folder: Path) -> None:
 
 
 def test_what_does_not_fit_ends_with_four_and_says_what_is_missing(folder: Path) -> None:
-    done = run("--model", "searched_model.py:build", "--cluster", "small.toml", "--batch", "8", "-o", "plan.json")
+    given = ("--model", "searched_model.py:build", "--cluster", "small.toml", "--batch", "8", "-o", "plan.json")
+    done = run(*given, "--time-limit", "300")  # of a machine that others use too
     assert done.exit_code == 4, done.output
     assert "GiB" in done.stderr
     assert not Path("plan.json").exists()
@@ -323,7 +324,8 @@ def test_each_case_of_what_if_is_a_row(folder: Path) -> None:
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
 def test_where_no_case_fits_the_table_is_shown_and_it_ends_with_four(folder: Path, form: tuple[str, ...]) -> None:
-    done = run("--model", "searched_model.py:build", "--cluster", "small.toml", "--batch", "8,16", *form)
+    given = ("--model", "searched_model.py:build", "--cluster", "small.toml", "--batch", "8,16")
+    done = run(*given, "--time-limit", "300", *form)  # of a machine that others use too
     assert done.exit_code == 4, done.output
     assert "no plan fits in any of the 2 cases" in done.stderr
     reasons = [case["reason"] for case in json.loads(done.stdout)["cases"]] if form else done.stdout.splitlines()[1:3]
