@@ -1,21 +1,19 @@
-"""Compiles models for CUDA devices that do not exist, and prints as JSON what ranks must agree on.
+"""Compiles models for CUDA devices that do not exist.
 
-    python -m tests.fake_cuda GUARD MODEL...     # in a process of its own: GUARD is a library of `build_guard`
+A process needs a library of `build_guard` for that, preloaded.
 
 torch without CUDA refuses autograd on fake CUDA tensors, because nothing can make a device the current one. The library
 registers a guard that does nothing, which is sufficient for tensors without data. Preloaded, before torch asks for the
-first time, it also says that there are devices, so that autograd has queues for them.
+first time, it also says that there are devices, so that autograd has queues for them. A model is traced once for each
+device.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
 import shutil
 import subprocess
-import sys
-import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,9 @@ import torch
 from torch import fx
 
 import whale
-from whale.cli.model_loader import load_model
+from whale.cli.model_loader import LoadedModel, load_model
 from whale.compile.compile import Options, compile_traced
-from whale.compile.trace import trace
+from whale.compile.trace import Traced, trace
 from whale.ir.cluster import Cluster
 from whale.runtime.random import RNGPosition
 
@@ -108,12 +106,23 @@ def devices_in(graph: fx.Graph) -> Iterator[torch.device]:
     yield from found
 
 
+def small(spec: str) -> LoadedModel:
+    """A model without data, and its batch."""
+    return load_model(spec, SMALL[spec], device="meta", batch_size=8)
+
+
+@cache
+def traced_on(device: torch.device, spec: str, precision: str | None = None) -> Traced:
+    """The trace of a model without annotations."""
+    loaded = small(spec)
+    return trace(loaded.model, loaded.batch, device=device, training=True, precision=precision)
+
+
 def compiled(spec: str, rank: int) -> dict[str, Any]:
     """The texts and devices of rank *rank* of two, on ``cuda:{rank}``, under data and tensor parallelism."""
-    device = f"cuda:{rank}"
+    device = torch.device("cuda", rank)
     said: dict[str, Any] = {}
-    loaded = load_model(spec, SMALL[spec], device="meta")
-    traced = trace(loaded.model, loaded.batch, device=device, training=True)
+    traced = traced_on(device, spec)
     for name, default in (("replicate", whale.replicate()), ("split", whale.split())):
         compilation = compile_traced(traced, Cluster.homogeneous(2), Options(default=default.strategy), device=device)
         clock = RNGPosition(0)
@@ -124,14 +133,3 @@ def compiled(spec: str, rank: int) -> dict[str, Any]:
             "devices": sorted({str(d) for graph in graphs for d in devices_in(graph)}),
         }
     return said
-
-
-def main() -> None:
-    warnings.simplefilter("ignore")
-    library, *specs = sys.argv[1:]
-    ctypes.CDLL(library)
-    print(json.dumps({spec: [compiled(spec, rank) for rank in (0, 1)] for spec in specs}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,5 @@
-"""Runs steps on CUDA devices that do not exist, without data, and prints as JSON what would have waited for the device.
+"""Runs steps on CUDA devices that do not exist, without data, and prints as JSON what would have waited for the device,
+and what ranks must agree on.
 
     LD_PRELOAD=GUARD python -m tests.fake_steps MODEL...     # GUARD: of `tests.fake_cuda.build_guard`
 
@@ -14,6 +15,7 @@ import sys
 import traceback
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +28,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import whale
-from tests.fake_cuda import SMALL
-from whale.annotations import annotate
-from whale.cli.model_loader import load_model
+from tests.fake_cuda import compiled, small, traced_on
+from whale.annotations import annotate, module_scopes
 from whale.compile.assembly import assemble
 from whale.compile.communicators import Communicator, communicators, message_ranks
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import Options, compile_traced
 from whale.compile.rank_step import rank_step
 from whale.compile.row_shares import row_shares
 from whale.graph.capture import batch_leaves
@@ -161,14 +162,15 @@ def layout_of(model: nn.Module, name: str) -> tuple[dict[str, Any], dict[str, An
 def step(spec: str, name: str) -> dict[str, Any] | None:
     """Waits of a training step of rank 1 of four, the groups that it has and does not use, how often it seeds a
     generator, and how many elements of the batch it copies."""
-    loaded = load_model(spec, SMALL[spec], device="meta", batch_size=8)
+    loaded = small(spec)
     found = layout_of(loaded.model, name)
     if found is None:
         return None
     annotations, options = found
     annotate(loaded.model, annotations)
-    cluster = Cluster.homogeneous(SIZE)
-    compilation = compile_model(loaded.model, loaded.batch, cluster, Options(**options), device=DEVICE, training=True)
+    traced = traced_on(DEVICE, spec, options.get("precision"))
+    traced = replace(traced, annotated=traced.stages(module_scopes(loaded.model)))
+    compilation = compile_traced(traced, Cluster.homogeneous(SIZE), Options(**options), device=DEVICE)
     leaves = batch_leaves(loaded.batch)
     watched: list[str] = []
     supervisor: Any = SimpleNamespace(check=lambda: None, watch=lambda what, done, seconds: watched.append(what))
@@ -246,8 +248,12 @@ def main() -> None:
     random._generator_of = lambda device: Generator()  # type: ignore[assignment, return-value]
     uploads._pinned = lambda x: x.clone()
     torch.cuda.Event = lambda: SimpleNamespace(record=lambda: None)  # type: ignore[misc, assignment]
-    found = {spec: {name: step(spec, name) for name in LAYOUTS} for spec in specs}
-    print(json.dumps({"models": found, "plans": {name: step(MODEL, name) for name in PLANS}}), flush=True)
+    said = {
+        "ranks": {spec: [compiled(spec, rank) for rank in (0, 1)] for spec in specs},
+        "models": {spec: {name: step(spec, name) for name in LAYOUTS} for spec in specs},
+        "plans": {name: step(MODEL, name) for name in PLANS},
+    }
+    print(json.dumps(said), flush=True)
     os._exit(0)  # threads of autograd for devices that do not exist would not end
 
 

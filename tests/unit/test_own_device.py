@@ -20,39 +20,29 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that makes torch take CUDA devices that do not exist."""
-    built = build_guard(tmp_path_factory.mktemp("guard"))
-    if built is None:
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of one process with CUDA devices that do not exist: what ranks on ``cuda:0`` and ``cuda:1`` say of every model,
+    waits of training steps of a rank on ``cuda:1``, and those of one model in other plans."""
+    guard = build_guard(tmp_path_factory.mktemp("guard"))
+    if guard is None:
         pytest.skip("fake CUDA devices need a C++ compiler")
-    return built
-
-
-def printed_by(*command: str, preload: str = "") -> Any:
     process = subprocess.run(
-        [sys.executable, "-m", *command],
+        [sys.executable, "-m", "tests.fake_steps", *SMALL],
         cwd=ROOT,
-        env=os.environ | ({"LD_PRELOAD": preload} if preload else {}),
+        env=os.environ | {"LD_PRELOAD": str(guard)},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert process.returncode == 0, process.stderr[-2000:]
-    return json.loads(process.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def said(guard: Path) -> dict[str, list[dict[str, Any]]]:
-    """Everything that ranks on ``cuda:0`` and ``cuda:1`` say of every model."""
-    found: dict[str, list[dict[str, Any]]] = printed_by("tests.fake_cuda", str(guard), *SMALL)
+    found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return found
 
 
 @pytest.fixture(scope="module")
-def steps(guard: Path) -> dict[str, dict[str, dict[str, dict[str, Any] | None]]]:
-    """Waits of training steps of a rank on ``cuda:1``: of models, and of one in other plans."""
-    found: dict[str, dict[str, dict[str, dict[str, Any] | None]]]
-    found = printed_by("tests.fake_steps", *SMALL, preload=str(guard))
+def said(steps: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Everything that ranks on ``cuda:0`` and ``cuda:1`` say of every model."""
+    found: dict[str, list[dict[str, Any]]] = steps["ranks"]
     return found
 
 
