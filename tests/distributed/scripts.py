@@ -1,8 +1,8 @@
 """Scripts on ranks of their own, as under torchrun, in processes that have made their imports.
 
 A process of torchrun imports torch, transformers and Whale for seconds, once for each rank and once for the agent. The
-ranks here are forked from the server of `harness`, so a script costs what it computes. Tests of what an agent does (it
-restarts ranks, it ends the others) run torchrun itself.
+ranks here are forked from the server of `harness`, so a script costs what it computes. Agents are forked too (torchrun
+as ``-m torch.distributed.run``), and start ranks of their own as they do anywhere.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import time
@@ -60,7 +61,8 @@ def run_script(
                 own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
                 own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
                 own |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-            process = context.Process(target=_run, args=(command, own, str(folder), f"{outputs}/{rank}"))
+            files = (f"{outputs}/{rank}.stdout", f"{outputs}/{rank}.stderr")
+            process = context.Process(target=_run, args=(command, own, str(folder), files))
             process.start()
             processes.append(process)
         end, running = time.monotonic() + timeout, list(processes)
@@ -81,10 +83,52 @@ def run_script(
     return Ended(next((code for code in codes if code), 0), *written)
 
 
-def _run(command: tuple[str, ...], environment: dict[str, str], folder: str, output: str) -> None:
-    """Become a process that was started with *command*, whose output is in files."""
-    for number, kind in ((1, "stdout"), (2, "stderr")):
-        file = os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+class Forked:
+    """A process that runs a script and its arguments (``-m`` and a module instead), as :class:`subprocess.Popen` has
+    it: in a session of its own if wanted, with both outputs in one file."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        folder: Path = ROOT,
+        output: Path,
+        start_new_session: bool = False,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([PRELOADED])
+        arguments = (tuple(command), dict(environment), str(folder), (str(output),) * 2, start_new_session)
+        self._process = context.Process(target=_run, args=arguments)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+        self.kill = self._process.kill
+
+    def poll(self) -> int | None:
+        """The exit code, minus the number of a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs for longer.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return self._process.exitcode
+
+
+def _run(
+    command: tuple[str, ...], environment: dict[str, str], folder: str, outputs: tuple[str, str], session: bool = False
+) -> None:
+    """Become a process that was started with *command*, whose outputs are in files."""
+    if session:
+        os.setsid()
+    for number, output in enumerate(outputs, 1):
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     become(command, environment, folder)

@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,12 +20,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests.clusters import PROCESSORS
+from tests.distributed.scripts import Forked as Machine
 from whale.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0
-
-Machine = subprocess.Popen[str]
 
 
 @pytest.fixture
@@ -38,19 +36,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WHALE_ELASTIC")
         own = {name: value for name, value in os.environ.items() if name not in names}
         own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-        command = [sys.executable, "-m", "whale", "run", *arguments]
-        with (tmp_path / f"machine{len(machines)}.txt").open("w") as said:
-            machines.append(
-                subprocess.Popen(
-                    command,
-                    env=own,
-                    stdout=said,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    cwd=tmp_path,
-                    start_new_session=True,
-                )
-            )
+        said = tmp_path / f"machine{len(machines)}.txt"
+        command = ("-m", "whale", "run", *arguments)
+        machines.append(Machine(command, environment=own, folder=tmp_path, output=said, start_new_session=True))
         return machines[-1]
 
     yield started

@@ -6,11 +6,8 @@ from __future__ import annotations
 import ast
 import difflib
 import gzip
-import os
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -52,10 +49,8 @@ def run(size: int, name: str, *arguments: str) -> str:
 
 def run_under_torchrun(size: int, name: str, *arguments: str, restarts: int = 0) -> str:
     """Output of an example that an agent starts, as a newcomer starts it."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = ["--standalone", f"--nproc-per-node={size}", f"--max-restarts={restarts}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    launcher = ("--standalone", f"--nproc-per-node={size}", f"--max-restarts={restarts}")
+    done = run_script("-m", "torch.distributed.run", *launcher, str(EXAMPLES / name), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

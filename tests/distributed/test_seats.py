@@ -1,14 +1,10 @@
-"""Seats under the real torchrun: processes that stand for devices of four types. Every order of them is in
-`tests.unit.test_seats`."""
+"""Seats of processes that stand for devices of four types. Every order of them is in `tests.unit.test_seats`."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.distributed.scripts import run_script
 
 ORDERS = [(1, 2, 3, 0), (2, 0, 3, 1)]
 
@@ -70,9 +66,7 @@ for place in (3 - process, process):
 def test_processes_take_the_seats_of_their_devices_whatever_their_order_is(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = run_script(str(script), ranks=4, timeout=200)
     assert done.returncode == 0, done.stderr
     said = [line.strip() for line in done.stdout.split(";")]
     seats = [f"seat {order} {process} {rank} 1111" for order in ORDERS for process, rank in enumerate(order)]

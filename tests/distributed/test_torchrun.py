@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.scripts import Ended, run_script
 
 SCRIPT = """
 import atexit, os, signal, sys
@@ -27,16 +27,12 @@ dist.all_reduce(value, group=groups([(0, 1)])[0, 1])
 print(f"rank {world.rank} has {value.item()}", flush=True)
 """
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def torchrun(folder: Path, processes: int, *arguments: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+def torchrun(folder: Path, processes: int, *arguments: str, restarts: int = 0) -> Ended:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += [f"--max-restarts={restarts}", str(script), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    options = ("--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}")
+    return run_script("-m", "torch.distributed.run", *options, str(script), *arguments)
 
 
 def test_two_processes_meet_and_part_at_the_end_of_the_script(tmp_path: Path) -> None:
@@ -54,27 +50,14 @@ def test_after_a_killed_rank_two_agents_meet_again(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2"]
+    command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    agents = [
-        subprocess.Popen(
-            [*command, "--rdzv-id=two", "--local-addr=127.0.0.1", str(script), "kill"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    try:
-        done = [agent.communicate(timeout=100) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(error for _, error in done)
-    assert sum(output.count("has 3.0") for output, _ in done) == 2
-    assert not any("WorkerError" in error for _, error in done)
+    command += ["--rdzv-id=two", "--local-addr=127.0.0.1", str(script), "kill"]
+    with ThreadPoolExecutor() as threads:
+        agents = list(threads.map(lambda _: run_script(*command), range(2)))
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(agent.stderr for agent in agents)
+    assert sum(agent.stdout.count("has 3.0") for agent in agents) == 2
+    assert not any("WorkerError" in agent.stderr for agent in agents)
 
 
 @pytest.mark.slow

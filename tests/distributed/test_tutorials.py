@@ -15,14 +15,15 @@ import re
 import runpy
 import shlex
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.distributed import scripts
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import Worlds, worlds
 from whale.cli.app import app
@@ -70,19 +71,15 @@ def run_on_every_machine(folder: Path, words: list[str]) -> str:
         port = held.getsockname()[1]
     local = [word.replace("node0", "127.0.0.1").replace("29500", str(port)) for word in words]
     number = int(local[local.index("--nnodes") + 1])
-    processes = []
-    for rank in range(number):
-        command = [sys.executable, "-m", "torch.distributed.run", *local[1:]]
-        command = [str(rank) if word == "NODE_RANK" else word for word in command]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        processes.append(
-            subprocess.Popen(
-                command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
-        )
-    outputs = [process.communicate(timeout=100) for process in processes]
-    assert [process.returncode for process in processes] == [0] * number, outputs
-    return outputs[0][0]
+    machines = [[str(rank) if word == "NODE_RANK" else word for word in local[1:]] for rank in range(number)]
+
+    def run(words: list[str]) -> scripts.Ended:
+        return scripts.run_script("-m", "torch.distributed.run", *words, folder=folder)
+
+    with ThreadPoolExecutor() as threads:
+        done = list(threads.map(run, machines))
+    assert [machine.returncode for machine in done] == [0] * number, done
+    return done[0].stdout
 
 
 def run_command(worlds: Worlds, folder: Path, words: list[str]) -> str:

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of one process with CUDA devices that do not exist: what ranks on ``cuda:0`` and ``cuda:1`` say of every model,
-    waits of training steps of a rank on ``cuda:1``, and those of one model in other plans."""
+    """Results of a process with CUDA devices that do not exist: what ranks on ``cuda:0`` and ``cuda:1`` say of every
+    model, waits of training steps of a rank on ``cuda:1``, and those of one model in other plans."""
     guard = build_guard(tmp_path_factory.mktemp("guard"))
     if guard is None:
         pytest.skip("fake CUDA devices need a C++ compiler")
