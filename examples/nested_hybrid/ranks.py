@@ -94,7 +94,7 @@ def measure(
     sizes = profiling.Sizes.of(world.device)
     items, known = profiling.machine_items(world, places, sizes), profile
     for _ in range(1 if small else 2):  # what there was no time for the first time
-        known, _ = profiling.measure_items(world, items, known, time_limit=4.0 if small else LINKS_SECONDS)
+        known, _ = profiling.measure_items(world, items, known, time_limit=1.0 if small else LINKS_SECONDS)
     start = time.perf_counter()
     steps: dict[str, _Step] = {}
     found: dict[str, dict[str, Any]] = {}

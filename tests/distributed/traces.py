@@ -22,7 +22,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import whale.api
+import whale.commands.candidates
+import whale.commands.planning
+import whale.commands.tables
 import whale.compile.builder
+import whale.compile.compile
+import whale.strategies.layers
 from tests.distributed.kept_graphs import dumps, kept, loads
 from whale.annotations import module_scopes
 from whale.compile import trace as trace_module
@@ -170,16 +175,25 @@ def captured_once(model: nn.Module, batch: Any, **options: Any) -> Captured:
     return graph
 
 
-_USERS: tuple[Any, ...] = (whale.api, whale.compile.builder)
+_TRACING: tuple[Any, ...] = (
+    whale.api, whale.compile.builder, whale.compile.compile, whale.commands.candidates, whale.commands.planning,
+    whale.commands.tables,
+)  # fmt: skip
+_CAPTURING: tuple[Any, ...] = (whale.strategies.layers,)
 
 
 @contextmanager
 def shared() -> Iterator[None]:
-    """Context in which steps are built from traces that this process has, of graphs that this run has."""
-    for module in _USERS:
+    """Context in which steps, plans and profiles are made from traces that this process has, of graphs that this run
+    has."""
+    for module in _TRACING:
         module.trace = traced_once
+    for module in _CAPTURING:
+        module.capture = captured_once
     try:
         yield
     finally:
-        for module in _USERS:
+        for module in _TRACING:
             module.trace = trace
+        for module in _CAPTURING:
+            module.capture = capture

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from whale.predict.costs import Costs
 from whale.predict.peak_memory import Known, brief_peak_memory, peak_memory
 from whale.predict.workload import Backward
 from whale.strategies.profile import profile_model
+
+pytestmark = pytest.mark.usefixtures("traces")
 
 LINK = Link(bandwidth=1e9, latency=1e-5)
 
@@ -452,12 +455,17 @@ DEEP = {"layers": 8, "heads": 4, "width": 32}
 HALVES = {"layers.[0-3]": stage(), "layers.[4-7]": stage()}
 
 
+@cache
+def deep_profile() -> ModelProfile:
+    return profile_model(decoder(**DEEP).float().to("meta"), tokens(16, 32), tensor_degrees=(1,), rules=True)
+
+
 def deep(memory_bytes: int, *, least: bool, layout: Any = HALVES, **options: Any) -> Planned:
     """The plan of a deep decoder in two stages, whose first holds twice as many micro-batches as the second."""
     model, batch = decoder(**DEEP).float().to("meta"), tokens(16, 32)
     whale.annotate(model, layout)
-    profile = profile_model(model, batch, tensor_degrees=(1,), rules=True)
-    costs = Costs(profile=profile, cluster=cluster(1, 1, memory_bytes=memory_bytes), precision="fp32", micro_batches=4)
+    machines = cluster(1, 1, memory_bytes=memory_bytes)
+    costs = Costs(profile=deep_profile(), cluster=machines, precision="fp32", micro_batches=4)
     return make_plan(model, batch, costs, Options(micro_batches=4, **options), rows=16, name="deep", least=least)
 
 

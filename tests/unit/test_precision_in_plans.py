@@ -29,6 +29,8 @@ from whale.planner.cost.silicon import silicon_of
 from whale.planner.cost.stage import CostModel
 from whale.strategies.profile import profile_model
 
+pytestmark = pytest.mark.usefixtures("traces")
+
 TYPES = device_types()
 
 
@@ -157,7 +159,8 @@ def test_updates_in_the_backward_are_not_planned_where_steps_may_be_skipped(tmp_
 def test_a_profile_alone_says_its_precision(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     for precision, other in (("bf16", "fp32"), ("fp32", "bf16")):
-        made = CliRunner().invoke(app, ["profile", "model", *GIVEN, "--precision", precision, "-o", str(file), "-q"])
+        options = ("--degrees", "1,2", "--precision", precision, "-o", str(file), "-q")
+        made = CliRunner().invoke(app, ["profile", "model", *GIVEN, *options])
         assert made.exit_code == 0, made.output
         found = run(tmp_path, "search", "--profile", str(file), "--batch", "8", "-o", str(tmp_path / "plan.json"))
         assert found.exit_code == 0, found.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -32,6 +33,8 @@ from whale.predict.peak_memory import _program, _Trial, brief_peak_memory, peak_
 from whale.predict.prediction import Predicted, predict
 from whale.predict.traffic import bucket_bytes, traffic
 from whale.strategies.profile import profile_model
+
+pytestmark = pytest.mark.usefixtures("traces")
 
 CARD = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=2**33, memory_bandwidth=1e9)
 HALVES: dict[str, Any] = {"layers.0": [stage(2), replicate()], "layers.2": [stage(2), replicate()]}
@@ -82,6 +85,11 @@ def test_messages_of_stretches_are_those_that_ranks_send(
     assert "all_reduce" not in told
 
 
+@cache
+def plain_profile() -> ModelProfile:
+    return profile_model(decoder(layers=4, heads=4, width=64).float().to("meta"), tokens(8, 16))
+
+
 def predicted(
     level: int,
     bandwidth: float = 1e9,
@@ -93,9 +101,8 @@ def predicted(
 ) -> Predicted:
     state = StateSharding(level) if level else None
     compilation = compiled({"": replicate()} if annotations is None else annotations, ranks, state, **options)
-    profile = profile_model(decoder(layers=4, heads=4, width=64).float().to("meta"), tokens(8, 16))
     costs = Costs(
-        profile=profile,
+        profile=plain_profile(),
         cluster=machines(ranks, bandwidth),
         precision="fp32",
         micro_batches=len(compilation.rows),
