@@ -34,6 +34,8 @@ Local = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 
 BOUND = 1e-12
 UNEVEN_BOUND = 1e-9
+MOST_RANKS = 12
+"""How many ranks the worlds of a module have together: a rank that waits for the next test holds its traces."""
 NOISE_FLOOR = 1e-3
 """Errors are relative to the largest element of a gradient, or to this part of the largest of all gradients: some are
 zero in mathematics, as that of a key's bias, and hold only rounding."""
@@ -71,19 +73,19 @@ class Difference:
 
 
 class Worlds:
-    """Ranks of one size at a time, started when they are first needed, and again after a test that failed."""
+    """Ranks of several sizes, started when they are first needed, and again after a test that failed."""
 
     def __init__(self) -> None:
-        self._ranks: Ranks | None = None
+        self._ranks: dict[int, Ranks] = {}
         self._local: dict[Hashable, bytes] = {}
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 100.0) -> list[Any]:
         """``function(world, *arguments)`` of every rank of a world of that size."""
-        if self._ranks is None or self._ranks.size != size:
-            self.close()
-            self._ranks = Ranks(size, timeout_seconds=60.0)
+        self._ranks[size] = self._ranks.pop(size) if size in self._ranks else Ranks(size, timeout_seconds=60.0)
+        while sum(self._ranks) > MOST_RANKS and len(self._ranks) > 1:
+            self._ranks.pop(next(iter(self._ranks))).close()  # not used for longest
         try:
-            return self._ranks.run(_isolated, function, arguments, timeout=timeout)
+            return self._ranks[size].run(_isolated, function, arguments, timeout=timeout)
         except BaseException:
             self.close()
             raise
@@ -99,9 +101,8 @@ class Worlds:
 
     def close(self) -> None:
         """End them."""
-        if self._ranks is not None:
-            self._ranks.close()
-        self._ranks = None
+        while self._ranks:
+            self._ranks.popitem()[1].close()
 
 
 def _isolated(world: World, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

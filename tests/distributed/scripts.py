@@ -1,7 +1,8 @@
 """Scripts on ranks of their own, as under torchrun, in processes that have made their imports.
 
 A process of torchrun imports torch, transformers and Whale for seconds, once for each rank and once for the agent. The
-ranks here are forked from the server of `harness`, so a script costs what it computes. Agents are forked too (torchrun
+ranks here are forked from the server of `harness`, so a script costs what it computes; of ranks with one model one
+captures it for all. Agents are forked too (torchrun
 as ``-m torch.distributed.run``), and start ranks of their own as they do anywhere.
 """
 
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.harness import PRELOADED
+from tests.distributed.traces import shared
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -141,6 +143,7 @@ def become(command: Sequence[str], environment: Mapping[str, str], folder: str) 
     os.chdir(folder)
     torch.set_num_threads(1)
     code: object = 0
+    shared().__enter__()  # to the end of this process
     try:
         if command[0] == "-m":
             sys.argv = list(command[1:])

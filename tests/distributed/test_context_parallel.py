@@ -201,16 +201,6 @@ def test_two_parts(worlds: Worlds, case: Case) -> None:
     assert max(worlds.run(2, train, case)) < 1e-12
 
 
-@pytest.mark.parametrize("case", THREE.values(), ids=THREE.keys())
-def test_three_parts(worlds: Worlds, case: Case) -> None:
-    assert max(worlds.run(3, train, case)) < 1e-12
-
-
-@pytest.mark.parametrize("case", FOUR.values(), ids=FOUR.keys())
-def test_four_ranks(worlds: Worlds, case: Case) -> None:
-    assert max(worlds.run(4, train, case)) < 1e-12
-
-
 def in_low_precision(world: World, way: str) -> tuple[float, float]:
     """Relative errors of the loss and of the gradients in bfloat16, against torch.autocast in one process."""
     torch.manual_seed(0)
@@ -251,22 +241,6 @@ def test_models_of_hugging_face(worlds: Worlds, build: Any, attention: str, opti
     check(worlds, 2, build, Setup(layout={"": along(attention=attention)}, promote=True, **options))
 
 
-OTHERS: dict[str, tuple[Callable[[], Any], str, int]] = {
-    "qwen2 on three": (zoo.qwen2, "auto", 3),
-    "mistral as a ring": (zoo.mistral, "ring", 2),
-    "mistral on three": (zoo.mistral, "auto", 3),
-    "gemma2 on three": (zoo.gemma2, "auto", 3),
-    "bert on three": (zoo.bert, "auto", 3),
-    "t5 on three": (zoo.t5, "auto", 3),
-    "mixtral": (zoo.mixtral, "auto", 2),
-}
-
-
-@pytest.mark.parametrize(("build", "attention", "size"), OTHERS.values(), ids=OTHERS.keys())
-def test_other_families(worlds: Worlds, build: Any, attention: str, size: int) -> None:
-    check(worlds, size, build, Setup(layout={"": along(attention=attention)}, promote=True))
-
-
 def peak(world: World, attention: str) -> tuple[int, int]:
     """The peak of a step that is not the first, counted and predicted."""
     others = frozenset(living())
@@ -293,3 +267,29 @@ def test_no_rank_of_a_ring_holds_all_keys(worlds: Worlds) -> None:
     most = {way: max(counted for counted, _ in found) for way, found in peaks.items()}
     assert most["ring"] < 0.85 * most["gather"]
     assert most["ulysses"] < 0.85 * most["gather"]
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str, int]] = {
+    "mistral as a ring": (zoo.mistral, "ring", 2),
+    "mixtral": (zoo.mixtral, "auto", 2),
+    "qwen2 on three": (zoo.qwen2, "auto", 3),
+    "mistral on three": (zoo.mistral, "auto", 3),
+    "gemma2 on three": (zoo.gemma2, "auto", 3),
+    "bert on three": (zoo.bert, "auto", 3),
+    "t5 on three": (zoo.t5, "auto", 3),
+}
+
+
+@pytest.mark.parametrize(("build", "attention", "size"), OTHERS.values(), ids=OTHERS.keys())
+def test_other_families(worlds: Worlds, build: Any, attention: str, size: int) -> None:
+    check(worlds, size, build, Setup(layout={"": along(attention=attention)}, promote=True))
+
+
+@pytest.mark.parametrize("case", THREE.values(), ids=THREE.keys())
+def test_three_parts(worlds: Worlds, case: Case) -> None:
+    assert max(worlds.run(3, train, case)) < 1e-12
+
+
+@pytest.mark.parametrize("case", FOUR.values(), ids=FOUR.keys())
+def test_four_ranks(worlds: Worlds, case: Case) -> None:
+    assert max(worlds.run(4, train, case)) < 1e-12

@@ -14,6 +14,7 @@ import whale
 from benchmarks.live_bytes import LiveBytes, hosted_left_out, living, peak_of
 from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.traces import shared
 from tests.small_models import Decoder, decoder, tokens
 from whale import replicate, split, stage
 from whale.compile.compile import Options, compile_model
@@ -275,7 +276,8 @@ def test_predicted_bytes_are_the_counted_ones(
         offload=options.get("offload", "none"),
         reduce=options.get("reduce"),
     )
-    compilation = compile_model(model, tokens(16, 24), Cluster.homogeneous(2), chosen, device="cpu", training=True)
+    with shared():
+        compilation = compile_model(model, tokens(16, 24), Cluster.homogeneous(2), chosen, device="cpu", training=True)
     found = worlds.run(2, counted, layout, options, optimizer)
     for rank, peak in enumerate(found):
         predicted = peak_memory(compilation, rank, schedule=schedule, optimizer=optimizer).total
