@@ -108,7 +108,7 @@ class Waits:
         Failures.wait = timed  # type: ignore[method-assign]
 
     def take(self) -> dict[str, float]:
-        """Those since the last call."""
+        """The seconds since the last call."""
         found, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
         return found
 

@@ -1,5 +1,5 @@
-"""What a stage computes before it waits for other stages: its own part first, and each received value waited for where
-it is first read.
+"""Overlap of messages with a stage's own part: that is computed first, and each received value is waited for where it
+is first read.
 
 So messages travel while a stage computes what it has all operands of, as the bottom MLP of a recommendation model does
 beside the exchange of vectors. The own part is what is computed of the batch with the stage's own parameters; masks and
@@ -109,7 +109,7 @@ def _of_kinds(given: LocalGraph, kinds: Collection[str]) -> set[fx.Node]:
 
 
 def _reached(nodes: Sequence[fx.Node], starts: Collection[fx.Node]) -> set[fx.Node]:
-    """Those of some nodes, in order, that read any of others, or read what does."""
+    """The nodes, of some in order, that read any of others, or read what does."""
     found = set(starts)
     for node in nodes:
         if not found.isdisjoint(node.all_input_nodes):
