@@ -74,18 +74,18 @@ class ByAutograd:
                 self._running = False
         kept.outputs, kept.ends = (), []
 
+    def waits(self, micro_batch: int) -> bool:
+        """No: autograd records what is there."""
+        return False
+
     def forward(self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there) -> tuple[Tensor, ...]:
         """The stage's own."""
-        for position in range(len(received)):
-            wait(position)
         return self.stage.forward(micro_batch, received)
 
     def forward_to_train(
         self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there
     ) -> tuple[tuple[Tensor, ...], Any]:
         """The stage's own, recorded."""
-        for position in range(len(received)):
-            wait(position)
         wanted = self.needs_grad or [x.is_floating_point() for x in received]
         with torch.enable_grad():
             given = tuple(x.detach().requires_grad_(w) for x, w in zip(received, wanted, strict=True))

@@ -65,6 +65,10 @@ class StageProgram(Protocol):
         """The stage's parameters on this rank, each once; frozen ones may be among them."""
         ...
 
+    def waits(self, micro_batch: int) -> bool:
+        """Whether the forward waits for received values itself, where it first reads each; else they are there."""
+        ...
+
     def forward(self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there) -> tuple[Tensor, ...]:
         """Compute a micro-batch from the values of the stage's incoming edges, in the order of their indices, each of
         which is there once *wait* has returned for it."""
@@ -388,6 +392,9 @@ class _Step:
         def wait(position: int) -> None:
             self.take(edges[position], "forward", micro_batch)
 
+        if not program.waits(micro_batch):
+            for position in range(len(edges)):
+                wait(position)
         with named(range_names.FORWARD, stage, micro_batch):
             if self.train:
                 outputs, of_stage = program.forward_to_train(micro_batch, received, wait)

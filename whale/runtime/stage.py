@@ -158,6 +158,11 @@ class LocalStage:
             if program.nothing is None:
                 self._arguments_of(program, program.micro_batch)
 
+    def waits(self, micro_batch: int) -> bool:
+        """Whether the forward of a micro-batch waits for received values itself."""
+        program = self.programs[micro_batch]
+        return program.nothing is None and self._arguments_of(program, program.micro_batch).waits
+
     def forward(self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there) -> tuple[Tensor, ...]:
         """Run the micro-batch graph; new buffer values are stored when the step ends, the rest is returned. What is
         *received* may be on its way until *wait* has returned for it."""
@@ -315,9 +320,7 @@ class LocalStage:
     def _arguments(
         self, program: LocalProgram, received: tuple[Tensor, ...], wait: Wait = there, graph: LocalGraph | None = None
     ) -> list[Any]:
-        fixed, changing, waits = self._arguments_of(program, graph or program.micro_batch)
-        for position in range(0 if waits else len(received)):
-            wait(position)
+        fixed, changing, _ = self._arguments_of(program, graph or program.micro_batch)
         arguments = fixed.copy()
         for position, kind, what in changing:
             if kind == "received":
