@@ -32,6 +32,7 @@ from whale.ir.workload import Boundary, LinkTime, StageWork, Transfer, Workload
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.simulation.simulate import order_of, programs_of, simulate
 from whale.runtime.executor import Executor
+from whale.runtime.local_program import Wait, there
 
 RANKS = 4
 RESULTS = Path(__file__).parent / "results"
@@ -50,12 +51,17 @@ class SleepingStage:
         self.work = work
         self.outputs = ("loss",) if last else (f"boundary{index}",)
 
-    def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def waits(self, micro_batch: int) -> bool:
+        return False
+
+    def forward(self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there) -> tuple[Tensor, ...]:
         time.sleep(self.work.forward[0])
         return (torch.zeros(() if self.outputs == ("loss",) else (1,)),)
 
-    def forward_to_train(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], None]:
-        return self.forward(micro_batch, received), None
+    def forward_to_train(
+        self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there
+    ) -> tuple[tuple[Tensor, ...], None]:
+        return self.forward(micro_batch, received, wait), None
 
     def backward(self, micro_batch: int, kept: None, seeds: Sequence[Tensor | None]) -> tuple[()]:
         time.sleep(self.work.backward[0])

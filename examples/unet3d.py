@@ -76,29 +76,34 @@ def make(name):
     return model, batches
 
 
-parser = argparse.ArgumentParser(description="volumes in slabs")
-parser.add_argument("--model", default="unet", choices=["unet", "cosmoflow"])
-options = parser.parse_args()
+def main():
+    parser = argparse.ArgumentParser(description="volumes in slabs")
+    parser.add_argument("--model", default="unet", choices=["unet", "cosmoflow"])
+    options = parser.parse_args()
 
-model, batches = make(options.model)
-local = copy.deepcopy(model)
-whale.annotate(model, {"": whale.split(dim=2)})
-model = whale.parallelize(model, batches[0])
+    model, batches = make(options.model)
+    local = copy.deepcopy(model)
+    whale.annotate(model, {"": whale.split(dim=2)})
+    model = whale.parallelize(model, batches[0])
 
-optimizers = [torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9) for trained in (model, local)]
-for step, batch in enumerate(batches):
-    loss, alone = model.train_step(**batch), local(**batch)
-    alone.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizers = [torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9) for trained in (model, local)]
+    for step, batch in enumerate(batches):
+        loss, alone = model.train_step(**batch), local(**batch)
+        alone.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if model.rank == 0:
+            print(f"step {step}: loss {loss.item():.12f}, alone {alone.item():.12f}")
+
+    state = model.full_state_dict()
+    error = max((state[name] - x).abs().max().item() / x.abs().max().item() for name, x in local.named_parameters())
+    equal = error <= 1e-9 and abs(loss.item() - alone.item()) <= 1e-9 * alone.item()
     if model.rank == 0:
-        print(f"step {step}: loss {loss.item():.12f}, alone {alone.item():.12f}")
+        outcome = "equal" if equal else "NOT EQUAL"
+        print(f"parity on {model.world_size} ranks: losses and trained weights {outcome} to 1e-9 (found {error:.0e})")
+    raise SystemExit(0 if equal else 1)
 
-state = model.full_state_dict()
-error = max((state[name] - x).abs().max().item() / x.abs().max().item() for name, x in local.named_parameters())
-equal = error <= 1e-9 and abs(loss.item() - alone.item()) <= 1e-9 * alone.item()
-if model.rank == 0:
-    outcome = "equal" if equal else "NOT EQUAL"
-    print(f"parity on {model.world_size} ranks: losses and trained weights {outcome} to 1e-9 (found {error:.0e})")
-raise SystemExit(0 if equal else 1)
+
+if __name__ == "__main__":
+    main()

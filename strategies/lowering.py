@@ -36,6 +36,7 @@ from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram, Sou
 from whale.runtime.random import RNGPosition, SeededAttention, SeededBernoulli, SeededCall, SeededDropout, position_key
 from whale.runtime.routing import AtExperts, Route
 from whale.strategies.analysis import STRETCHES, Analysis, Choice
+from whale.strategies.arrivals import own_first
 from whale.strategies.forms import ASKED, COLLECTIVES, FORMS, FormCall, MeshPlace
 from whale.strategies.halos import causal_mask, windowed_call
 from whale.strategies.layout import Layout, Placements, length_of, unit_shares
@@ -250,6 +251,7 @@ class Lowering:
             micro_batch=micro_batch,
             bridges=[m for m in modules if isinstance(m, CollectiveModule)],
             depends_on_position=self.depends_on_position,
+            begins_alone=own_first(micro_batch),
         )
 
     def _normal(self, value: Value, placements: Placements) -> Placements:
@@ -701,6 +703,7 @@ def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_b
         micro_batch=located(program.micro_batch),
         bridges=program.bridges,
         depends_on_position=program.depends_on_position,
+        begins_alone=program.begins_alone,
         nothing=None if program.bridges or stage.mutated else nothing_of(stage, coordinates),
     )
 

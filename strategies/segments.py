@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from whale.graph.capture_checks import layer_of
 from whale.graph.nodes import node_copy
 from whale.runtime.derivative import laid_out
-from whale.runtime.local_program import Derivative, LocalCode, LocalGraph
+from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, wait_for
 
 __all__ = ["Runs", "Segment", "Segments", "is_work"]
 
@@ -207,6 +207,10 @@ class _Compiled(Runs):
         if isinstance(node.target, torch._ops.OpOverload):
             return torch.Tag.nondeterministic_seeded not in node.target.tags
         return node.target is laid_out
+
+    def ends(self, node: fx.Node) -> bool:
+        """Also where the graph waits for a received value, beside which the run is computed."""
+        return node.target is wait_for or super().ends(node)
 
     def ends_at_layers(self) -> bool:
         """Always: then those of equal layers are equal."""

@@ -143,8 +143,11 @@ class _Engine:
             rank.after = message.event
             link = message.link.time
             peer = link.source if link.target == rank.index else link.target
-            issued = min(max(message.issued or 0.0, rank.free), now)
-            self._wait(rank, rank.free, issued, "pipeline", peer)
+            begin = rank.free
+            if message.receiver_waits and not rank.at_end:
+                begin = self._compute_own(rank, rank.tasks[rank.next_task], now)
+            issued = min(max(message.issued or 0.0, begin), now)
+            self._wait(rank, begin, issued, "pipeline", peer)
             self._wait(rank, issued, now, "transfer", peer)
         if rank.at_end:
             self._finish(rank, now)
@@ -165,6 +168,18 @@ class _Engine:
                 member.after = rank.after
         for index in group.arrived:
             self._begin(self.ranks[index], self.ranks[index].tasks[self.ranks[index].next_task], now)
+
+    def _compute_own(self, rank: RankState, task: PricedTask, now: float) -> float:
+        """Take what a task has computed before its last input came off its seconds; return when that was done."""
+        own = min(task.own, now - rank.free)
+        if own:
+            seconds, *others = task.price
+            task.price = (seconds - own, *others)  # type: ignore[assignment]
+            rank.parts["compute"] += own
+            end = rank.free + own
+            event = Event(task.kind, rank.index, rank.free, end, task.stage, task.micro_batch, after=rank.last_event)
+            rank.last_event = self._emit(event)
+        return rank.free + own
 
     def _wait_for_peer(self, rank: RankState, peer: RankState, start: float, now: float) -> None:
         """Attribute a wait for a group member to the reasons of that member's waits, otherwise to a stall."""

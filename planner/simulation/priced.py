@@ -117,6 +117,7 @@ class PricedTask:
     milestones: tuple[tuple[float, Bucket], ...] = ()  # fraction of the task after which a bucket is ready
     frees: tuple[int, ...] = ()  # stages
     least_end: float = 0.0  # until then its parameters arrive
+    own: float = 0.0  # seconds that it computes before it needs its inputs
     event: int = -1
 
 
@@ -217,6 +218,11 @@ class _Pricing:
             for index, stage in enumerate(workload.stages)
             for rank, end in zip(stage.ranks, stage.gathered, strict=False)
         }
+        self.own = {
+            (rank, index): seconds
+            for index, stage in enumerate(workload.stages)
+            for rank, seconds in zip(stage.ranks, stage.own, strict=False)
+        }
         self.buckets = [
             Bucket(
                 index,
@@ -308,12 +314,12 @@ class _Pricing:
             edges = (self.entering if kind == "F" else self.leaving).get(stage, ())
         keys = [(edge, "forward" if kind == "F" else "backward", micro_batch) for edge in edges]
         inputs = [message for key in keys for message in arriving.pop(key, ())]
-        price = self.prices[rank][stage][kind]
+        price, own = self.prices[rank][stage][kind], self.own.get((rank, stage), 0.0) if kind == "F" else 0.0
         if micro_batch == self.workload.micro_batches - 1:  # its memory counts as that of a full micro-batch
             seconds, communication, *sizes = price
             share = self.workload.last_share
-            price = (seconds * share, communication * share, *sizes)  # type: ignore[assignment]
-        made = PricedTask(kind, stage, micro_batch, price, keys, inputs, first, [])
+            price, own = (seconds * share, communication * share, *sizes), own * share  # type: ignore[assignment]
+        made = PricedTask(kind, stage, micro_batch, price, keys, inputs, first, [], own=own)
         if kind == "F" and not micro_batch:
             made.least_end = self.gathered.get((rank, stage), 0.0)
         return made

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _NUMBERS = (
     "forward", "backward", "weights", "communication", "kept_bytes", "forward_peak_bytes", "backward_peak_bytes",
-    "gathered",
+    "gathered", "own",
 )  # fmt: skip
 """Fields of a stage with one entry per rank, or none."""
 

@@ -102,12 +102,13 @@ def slots_of(num_stages: int, micro_batches: int, schedule: str) -> Iterator[Slo
 def long_timing(workload: Workload) -> Timing:
     """Return how long a step takes, in a time that hardly grows with its micro-batches.
 
-    ``gpipe`` and ``1f1b`` whose ranks have one stage each go by a recurrence over all ranks of a slot at once, in
-    O(stages) slots at most. For other schedules two short steps are simulated and extrapolated.
+    ``gpipe`` and ``1f1b`` whose ranks have one stage each, which reads what it receives first, go by a recurrence over
+    all ranks of a slot at once, in O(stages) slots at most. For others two short steps are simulated and extrapolated.
     """
     depth, count = len(workload.stages), workload.micro_batches
     ranks = [rank for stage in workload.stages for rank in stage.ranks]
-    if workload.schedule in ("gpipe", "1f1b") and len(set(ranks)) == len(ranks):
+    is_chain = len(set(ranks)) == len(ranks) and not any(stage.own for stage in workload.stages)
+    if workload.schedule in ("gpipe", "1f1b") and is_chain:
         return _Pass(workload, min(count, depth + 2 * SETTLING)).step()
     num_sets = len({stage.ranks for stage in workload.stages})
     first = count % num_sets + num_sets * max(SETTLED_TURNS, -(-2 * SETTLING // num_sets))

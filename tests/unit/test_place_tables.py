@@ -278,6 +278,22 @@ def test_the_search_places_tables_where_that_is_fastest() -> None:
     assert found.best.plan == Plan.parse(found.best.plan.dumps())
 
 
+def test_placed_tables_have_the_fastest_of_the_allowed_schedules() -> None:
+    machines = Cluster.parse(MIXED, catalog=device_types())
+    batch = torch.zeros(8192, 6, 8, dtype=torch.long)
+    with torch.device("meta"):
+        model = Tables(60_000_000, 60_000_000, 20_000_000, 9_000_000, 9_000_000, 900)
+    trial = CandidateCompiler(model, batch, name="tables")
+    profile = trial_profile(trial, batch, machines)
+    of_one, of_two = (
+        list(placed_choices(trial, profile, machines, batch=8192, schedules=names))
+        for names in (("1f1b",), ("1f1b", "zero_bubble"))
+    )
+    assert [choice.plan.schedule for choice in of_two] == ["zero_bubble"] * len(of_two)
+    for one, two in zip(of_one, of_two, strict=True):
+        assert two.prediction.step_seconds < one.prediction.step_seconds
+
+
 def trial_profile(trial: CandidateCompiler, batch: Tensor, machines: Cluster) -> ModelProfile:
     return search_inputs(trial, batch, machines, scopes={}).profile
 

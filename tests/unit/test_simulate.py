@@ -349,3 +349,22 @@ def test_ranks_are_told_apart_by_what_lies_far_from_them() -> None:
     )
     whole, alike = simulate(workload), simulate_alike(workload)
     assert alike.ranks == whole.ranks and alike.breakdowns == whole.breakdowns
+
+
+def own_part(own: float, size: int, share: float = 1.0) -> Workload:
+    """Two ranks, of which the second one computes for so long before it needs a message of as many seconds."""
+    stages = (stage_work((0,)), stage_work((1,), forward=(3.0,), own=(own,)))
+    links = (link(0, 1), link(1, 0))
+    boundaries = (boundary(0, 1, [(0, 1)], size),)
+    return Workload(world_size=2, micro_batches=1, last_share=share, stages=stages, boundaries=boundaries, links=links)
+
+
+def test_a_stage_computes_its_own_part_while_a_message_is_on_its_way() -> None:
+    first = simulate(own_part(0.0, 2)).step_seconds
+    assert first == 1 + 2 + 3 + 2 + 2 + 2
+    assert simulate(own_part(2.0, 2)).step_seconds == first - 2
+    whole = simulate(own_part(3.0, 1))
+    assert whole.step_seconds == first - 2 - 2  # there is nothing else to compute when the message is there
+    assert whole.breakdowns[1]["compute"] == 3 + 2
+    assert sum(whole.breakdowns[1].values()) == whole.step_seconds
+    assert simulate_alike(own_part(2.0, 2)).step_seconds == first - 2

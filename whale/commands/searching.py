@@ -210,7 +210,8 @@ def search_plans(
 
     placed: Iterable[Choice] = ()
     if with_tables is not None and _places_tables(settings):
-        placed = with_tables(profile, cluster, batch=batch, micro_batches=settings.micro_batches or 1)
+        how: Any = {"micro_batches": settings.micro_batches or 1, "schedules": settings.schedules}
+        placed = with_tables(profile, cluster, batch=batch, **how)
     try:
         found = searched(cluster, wanted, known)
     except InfeasibleError:
@@ -266,8 +267,8 @@ def _places_tables(settings: SearchSettings) -> bool:
 
 
 def _reordered(choices: Sequence[Choice], schedules: Sequence[str]) -> Iterator[Candidate]:
-    """The best of the compiled pipelines with other schedules."""
-    pipelines = [one for one in _ranked(choices) if one.compiled and len(one.candidate.stages) > 1]
+    """The best of the compiled pipelines with other schedules; those with tables in places have had theirs."""
+    pipelines = [one for one in _ranked(choices) if one.compiled and not one.said and len(one.candidate.stages) > 1]
     for choice, schedule in product(pipelines[:REORDERED], schedules):
         if choice.candidate.micro_batches > 1:
             yield replace(choice.candidate, schedule=schedule)

@@ -150,7 +150,13 @@ def _placed(
 
 
 def placed_choices(
-    trial: CandidateCompiler, profile: ModelProfile, cluster: Cluster, *, batch: int, micro_batches: int = 1
+    trial: CandidateCompiler,
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    batch: int,
+    micro_batches: int = 1,
+    schedules: Sequence[str] = ("1f1b",),
 ) -> Iterator[Choice]:
     """Plans of a searched model with its tables in the cheapest places: on all devices, and on those of each type and
     of a node of each type. Tables are those that the profile has as layers of their own. There is no plan where they
@@ -162,6 +168,7 @@ def placed_choices(
         cluster: the devices.
         batch: rows of the global batch.
         micro_batches: of a step.
+        schedules: of which the fastest is taken.
     """
     found = [one for one in _tables_of(trial.traced) if one.path in profile.paths]
     sizes = [sum(variant.parameters for variant in kind.variants[:1]) for kind in profile.chain()]
@@ -183,9 +190,15 @@ def placed_choices(
             )
             size: Any = {"rows": batch, "micro_batches": micro_batches}
             compilation = trial.compile_annotated(placed.annotations, cluster, **size)
-            even = trial.predicted(even_stages(plan, compilation), profile, cluster)
-            best = min(_choices(trial, even, profile, cluster), key=lambda one: (bool(one.reason), _seconds(one)))
-            yield replace(best, said=_said(placed.places, [cluster.devices[rank].type.name for rank in ranks]))
+            even = even_stages(plan, compilation)
+            choices = [
+                choice
+                for schedule in schedules
+                for choice in _choices(trial, even.model_copy(update={"schedule": schedule}), profile, cluster)
+            ]
+            said = _said(placed.places, [cluster.devices[rank].type.name for rank in ranks])
+            for best in sorted(choices, key=lambda one: (bool(one.reason), _seconds(one)))[:1]:
+                yield replace(best, said=said)
 
 
 def _without_devices(nest: Sequence[Annotation]) -> tuple[str, ...]:
@@ -197,10 +210,13 @@ def _seconds(choice: Choice) -> float:
     return choice.prediction.step_seconds
 
 
-def _choices(
-    trial: CandidateCompiler, even: PredictedPlan, profile: ModelProfile, cluster: Cluster
-) -> Iterator[Choice]:
-    """A plan with equal shares, and with those by speed where devices are mixed."""
+def _choices(trial: CandidateCompiler, plan: Plan, profile: ModelProfile, cluster: Cluster) -> Iterator[Choice]:
+    """A plan with equal shares, and with those by speed where devices are mixed; none if its schedule has no order for
+    its stages."""
+    try:
+        even = trial.predicted(plan, profile, cluster)
+    except WhaleError:
+        return
     yield _choice(even, profile, cluster)
     if len({cluster.devices[rank].type for stage in even.plan.stages for rank in stage.ranks}) > 1:
         with suppress(WhaleError):

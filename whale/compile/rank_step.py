@@ -17,6 +17,7 @@ from whale.runtime.local_program import LocalProgram, ShapeAndDtype
 from whale.runtime.outputs import Outputs, Piece
 from whale.runtime.owned import Unit
 from whale.runtime.random import RNGPosition
+from whale.strategies.arrivals import awaited
 from whale.strategies.casts import cast_once
 from whale.strategies.derivatives import with_derivatives
 from whale.strategies.gathering import gathered
@@ -149,6 +150,8 @@ def rank_step(
             programs = gathered(programs, units)
         if stage.activations_on_host and device is not None:
             programs = offloaded(programs)
+        if device is not None:
+            programs = awaited(programs)
         stages.append(
             RankStage(
                 index=stage.index,

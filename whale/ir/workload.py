@@ -45,6 +45,7 @@ class StageWork(Record):
         forward_peak_bytes, backward_peak_bytes: peak bytes of a task beyond the saved activations before it.
         gathered: seconds from the beginning of the step before which the first forward cannot end, because it waits for
             parameters that are gathered once a step; empty: it waits for none.
+        own: seconds of ``forward`` that come first and need nothing of other stages; empty: none.
     """
 
     ranks: tuple[Rank, ...]
@@ -57,6 +58,7 @@ class StageWork(Record):
     forward_peak_bytes: tuple[Bytes, ...] = ()
     backward_peak_bytes: tuple[Bytes, ...] = ()
     gathered: tuple[Seconds, ...] = ()
+    own: tuple[Seconds, ...] = ()
 
 
 class Transfer(Record):

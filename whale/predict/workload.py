@@ -8,7 +8,7 @@ simulator's input.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -30,6 +30,7 @@ from whale.planner.network.communication import CommunicationCost, owned_seconds
 from whale.planner.network.curves import moving_seconds
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers
+from whale.predict.own_part import own_layers
 from whale.predict.peak_memory import PeakMemory
 from whale.predict.traffic import bucket_bytes, call_bytes, first_of_tables, gathered_bytes, kind_of_sum, summed_bytes
 from whale.strategies.lowering import PlacedStage
@@ -49,10 +50,14 @@ def workload_of(
     moving = _moving(costs, boundaries)
     works, measured, update = [], True, [0.0] * len(costs.cluster.devices)
     backwards: dict[tuple[int, int], Backward] = {}
-    divided = _Divided.of(compilation, costs)
+    divided, layer_of = _Divided.of(compilation, costs), _layers_of(costs.profile.paths)
     for stage, own in zip(compilation.stages, layers, strict=True):
         spent = _spent(costs, own)
         work, backward = _stage_work(costs, stage, spent, held, moving)
+        alone = own_layers(compilation.captured, stage, layer_of)
+        if any(layer in alone for layer in own.layers):
+            seconds = tuple(_spent_on_own(costs, own, rank, alone) for rank in work.ranks)
+            work = work.model_copy(update={"own": seconds})
         works.append(divided.with_copies(divided.with_gathers(work, stage.index, own), stage, held))
         backwards |= {(stage.index, rank): one for rank, one in backward.items()}
         measured = measured and all(one.measured for one in spent.values())
@@ -118,6 +123,12 @@ def _spent_on(costs: Costs, layers: Sequence[int], rank: int, parts: Sequence[Pa
         measured=all(one.measured for one, part in zip(spent, parts, strict=True) if part.rows),
         attention=(sum(one.forward_attention for one in spent), sum(one.backward_attention for one in spent)),
     )
+
+
+def _spent_on_own(costs: Costs, own: StageLayers, rank: int, alone: Collection[int]) -> float:
+    """Seconds of a rank's forward of these layers of a stage."""
+    both = zip(own.layers, own.parts[rank], strict=True)
+    return sum(costs.layer(costs.profile.layers[layer], rank, part).forward for layer, part in both if layer in alone)
 
 
 @dataclass(frozen=True, kw_only=True)

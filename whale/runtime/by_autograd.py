@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from whale.runtime.gradients import TakesGradients
+from whale.runtime.local_program import Wait, there
 
 __all__ = ["ByAutograd"]
 
@@ -73,11 +74,17 @@ class ByAutograd:
                 self._running = False
         kept.outputs, kept.ends = (), []
 
-    def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def waits(self, micro_batch: int) -> bool:
+        """No: autograd records what is there."""
+        return False
+
+    def forward(self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there) -> tuple[Tensor, ...]:
         """The stage's own."""
         return self.stage.forward(micro_batch, received)
 
-    def forward_to_train(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Any]:
+    def forward_to_train(
+        self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there
+    ) -> tuple[tuple[Tensor, ...], Any]:
         """The stage's own, recorded."""
         wanted = self.needs_grad or [x.is_floating_point() for x in received]
         with torch.enable_grad():

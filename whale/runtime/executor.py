@@ -38,6 +38,7 @@ from whale.ir.program import (
 )
 from whale.runtime.failure import Failures
 from whale.runtime.gradients import TakesGradients
+from whale.runtime.local_program import Wait, there
 from whale.runtime.messages import Messages, Work, messages_of
 from whale.runtime.owned import HeldUnit
 from whale.runtime.ranges import named
@@ -64,11 +65,18 @@ class StageProgram(Protocol):
         """The stage's parameters on this rank, each once; frozen ones may be among them."""
         ...
 
-    def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute a micro-batch from the values of the stage's incoming edges, in the order of their indices."""
+    def waits(self, micro_batch: int) -> bool:
+        """Whether the forward waits for received values itself, where it first reads each; else they are there."""
         ...
 
-    def forward_to_train(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Any]:
+    def forward(self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there) -> tuple[Tensor, ...]:
+        """Compute a micro-batch from the values of the stage's incoming edges, in the order of their indices, each of
+        which is there once *wait* has returned for it."""
+        ...
+
+    def forward_to_train(
+        self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there
+    ) -> tuple[tuple[Tensor, ...], Any]:
         """The same, with what the backward needs of it."""
         ...
 
@@ -377,16 +385,23 @@ class _Step:
 
     def forward(self, stage: int, micro_batch: int) -> None:
         executor = self.executor
-        received = []
-        for edge in executor.entering[stage]:
-            value = self.take(edge.index, "forward", micro_batch)
-            received.append(executor.blank(torch.empty, edge.index, micro_batch) if value is None else value)
+        edges = [edge.index for edge in executor.entering[stage]]
+        received = tuple(self.expected(edge, micro_batch) for edge in edges)
         program, of_stage = executor.stages[stage], None
+
+        def wait(position: int) -> None:
+            self.take(edges[position], "forward", micro_batch)
+
+        if not program.waits(micro_batch):
+            for position in range(len(edges)):
+                wait(position)
         with named(range_names.FORWARD, stage, micro_batch):
             if self.train:
-                outputs, of_stage = program.forward_to_train(micro_batch, tuple(received))
+                outputs, of_stage = program.forward_to_train(micro_batch, received, wait)
             else:
-                outputs = program.forward(micro_batch, tuple(received))
+                outputs = program.forward(micro_batch, received, wait)
+        for position in range(len(edges)):  # what the stage did not read
+            wait(position)
         if len(outputs) != len(program.outputs):
             raise ScheduleError(f"the stage returned {len(outputs)} values, but its outputs are {program.outputs}")
         for name, output in zip(program.outputs, outputs, strict=True):
@@ -475,19 +490,33 @@ class _Step:
         arrival = self.arrivals.pop(key, None)
         if arrival is None:
             return None
-        if arrival.buffer is None:
-            make = torch.empty if executor.disjoint[key] else torch.zeros
-            arrival.buffer = make(executor.shape(*key), dtype=executor.dtypes[edge], device=executor.device)
+        buffer = self.buffer(key, arrival)
         for work, part, box, peer in arrival.parts:
             if work is not None:
                 self.wait(work, edge, direction, micro_batch, peer, "from")
             if part is None:
                 continue
-            target = _part(arrival.buffer, box)
+            target = _part(buffer, box)
             if executor.disjoint[key]:
                 target.copy_(part)
             else:
                 target.add_(part)
+        return buffer
+
+    def expected(self, edge: int, micro_batch: int) -> Tensor:
+        """The memory of a value that a forward reads, which may be on its way."""
+        key: _Key = (edge, "forward", micro_batch)
+        arrival = self.arrivals.get(key)
+        if arrival is None:
+            return self.executor.blank(torch.empty, edge, micro_batch)
+        return self.buffer(key, arrival)
+
+    def buffer(self, key: _Key, arrival: _Arrival) -> Tensor:
+        """The memory into which a tensor is received."""
+        if arrival.buffer is None:
+            executor = self.executor
+            make = torch.empty if executor.disjoint[key] else torch.zeros
+            arrival.buffer = make(executor.shape(*key), dtype=executor.dtypes[key[0]], device=executor.device)
         return arrival.buffer
 
     def complete_send(self) -> None:

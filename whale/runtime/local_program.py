@@ -27,7 +27,10 @@ __all__ = [
     "ShapeAndDtype",
     "Source",
     "SplitBackward",
+    "Wait",
     "bound",
+    "there",
+    "wait_for",
     "with_backwards",
 ]
 
@@ -40,9 +43,21 @@ intervals)), ("received", position), (level, position) for an earlier graph's ou
 rows of all ranks, or ("rows" | "columns", (intervals, shape)) for numbers of a part's elements in a whole tensor of
 this shape. A ("cast", (name, dtype)) is a parameter in another dtype, made once a step. A ("unit", bucket) is no tensor
 but holds parameters of which this rank owns a stretch; a ("gathered", name) is one of them, which the graph gets from
-there."""
+there. ("wait", None) is no tensor either: it waits for received values, of which others give only the memory."""
 
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
+
+Wait = Callable[[int], None]
+"""Waits, or lets the device's queue wait, until the received value at a position is in its memory."""
+
+
+def there(position: int) -> None:
+    """Wait for a received value that is in its memory already."""
+
+
+def wait_for(wait: Wait, position: int) -> None:
+    """Wait for a received value: the node of a graph before the first that reads it."""
+    wait(position)
 
 
 @dataclass(eq=False)
@@ -153,6 +168,7 @@ class LocalProgram:
     tensors of the model's output.
     ``bridges`` are the modules that need a process group, which only their copies have (:func:`bound`).
     ``depends_on_position`` means that the program is valid for one micro-batch only, not for others of as many rows.
+    ``begins_alone`` means that the micro-batch graph computes something of parameters before it reads a received value.
     ``nothing`` is set if the rank has no row of the micro-batch and no rank waits for it inside the stage: the shapes
     and dtypes that it then returns without running. ``derivative`` is what runs in training.
     """
@@ -162,6 +178,7 @@ class LocalProgram:
     micro_batch: LocalGraph
     bridges: list[CollectiveModule] = field(default_factory=list)
     depends_on_position: bool = False
+    begins_alone: bool = False
     nothing: tuple[ShapeAndDtype, ...] | None = None
     derivative: Derivative | None = None
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from whale.runtime.anomalies import run_checked
 from whale.runtime.derivative import laid_out
 from whale.runtime.gradients import GradientSink, TakesGradients
-from whale.runtime.local_program import Intervals, LocalCode, LocalGraph, LocalProgram, ShapeAndDtype
+from whale.runtime.local_program import Intervals, LocalCode, LocalGraph, LocalProgram, ShapeAndDtype, Wait, there
 from whale.runtime.random import RNGPosition, column_numbers, row_numbers
 
 
@@ -32,6 +32,15 @@ class _Packed(NamedTuple):
 
     value: Any
     unpack: Callable[[Any], Tensor]
+
+
+class _Arguments(NamedTuple):
+    """The arguments of a graph: constant ones in their positions, the positions and sources of the others, and whether
+    the graph waits for received values itself."""
+
+    fixed: list[Any]
+    changing: list[tuple[int, str, Any]]
+    waits: bool
 
 
 def _packed(x: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
@@ -118,7 +127,7 @@ class LocalStage:
         self._constants: dict[int, tuple[Tensor, ...]] = {}
         self._steps: dict[int, tuple[Tensor, ...]] = {}
         self._casts: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._known: dict[int, tuple[list[Any], list[tuple[int, str, Any]]]] = {}
+        self._known: dict[int, _Arguments] = {}
         self._numbers: dict[tuple[str, Any], Tensor] = {}
         self._batch: Mapping[str, Any] = {}
         self._sums: Sequence[Tensor] = ()
@@ -149,15 +158,23 @@ class LocalStage:
             if program.nothing is None:
                 self._arguments_of(program, program.micro_batch)
 
-    def forward(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the micro-batch graph; new buffer values are stored when the step ends, the rest is returned."""
+    def waits(self, micro_batch: int) -> bool:
+        """Whether the forward of a micro-batch waits for received values itself."""
+        program = self.programs[micro_batch]
+        return program.nothing is None and self._arguments_of(program, program.micro_batch).waits
+
+    def forward(self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there) -> tuple[Tensor, ...]:
+        """Run the micro-batch graph; new buffer values are stored when the step ends, the rest is returned. What is
+        *received* may be on its way until *wait* has returned for it."""
         program = self.programs[micro_batch]
         self.clock.micro_batch = micro_batch
         if program.nothing is not None:
             return self._nothing(program.nothing)
-        return self._results(micro_batch, program.micro_batch.code(*self._arguments(program, received)))
+        return self._results(micro_batch, program.micro_batch.code(*self._arguments(program, received, wait)))
 
-    def forward_to_train(self, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Kept]:
+    def forward_to_train(
+        self, micro_batch: int, received: tuple[Tensor, ...], wait: Wait = there
+    ) -> tuple[tuple[Tensor, ...], Kept]:
         """The same, with what the backward needs."""
         program = self.programs[micro_batch]
         self.clock.micro_batch = micro_batch
@@ -165,9 +182,12 @@ class LocalStage:
             return self._nothing(program.nothing), Kept()
         derivative = program.derivative
         assert derivative is not None
-        arguments = self._arguments(program, received)
+        arguments = self._arguments(program, received, wait)
         for number, strides in derivative.strides.items():
             if arguments[number].stride() != strides:
+                kind, what = program.micro_batch.sources[number]
+                if kind == "received":
+                    wait(what)
                 arguments[number] = laid_out(arguments[number], strides)
         found = derivative.forward(*arguments)
         kept = Kept(list(found[derivative.num_results :]), {i: arguments[i] for i in derivative.arguments})
@@ -298,13 +318,15 @@ class LocalStage:
         return tuple(dict.fromkeys(what for graph in graphs for kind, what in graph.sources if kind == "cast"))
 
     def _arguments(
-        self, program: LocalProgram, received: tuple[Tensor, ...], graph: LocalGraph | None = None
+        self, program: LocalProgram, received: tuple[Tensor, ...], wait: Wait = there, graph: LocalGraph | None = None
     ) -> list[Any]:
-        fixed, changing = self._arguments_of(program, graph or program.micro_batch)
+        fixed, changing, _ = self._arguments_of(program, graph or program.micro_batch)
         arguments = fixed.copy()
         for position, kind, what in changing:
             if kind == "received":
                 arguments[position] = received[what]
+            elif kind == "wait":
+                arguments[position] = wait
             elif kind == "input":
                 leaf, intervals = what
                 held = self._batch[leaf]
@@ -317,19 +339,19 @@ class LocalStage:
                 arguments[position] = self._step(program)[what]
         return arguments
 
-    def _arguments_of(self, program: LocalProgram, graph: LocalGraph) -> tuple[list[Any], list[tuple[int, str, Any]]]:
+    def _arguments_of(self, program: LocalProgram, graph: LocalGraph) -> _Arguments:
         """The result of `_split`, found once for each graph."""
         known = self._known.get(id(graph))
         if known is None:
             known = self._known[id(graph)] = self._split(program, graph)
         return known
 
-    def _split(self, program: LocalProgram, graph: LocalGraph) -> tuple[list[Any], list[tuple[int, str, Any]]]:
-        """The constant arguments, in their positions, and the positions and sources of the others."""
+    def _split(self, program: LocalProgram, graph: LocalGraph) -> _Arguments:
+        """The arguments of a graph, without those that each micro-batch has."""
         fixed: list[Any] = [None] * len(graph.sources)
         changing = []
         for position, (kind, what) in enumerate(graph.sources):
-            if kind in ("received", "input", "sum", "cast", "step"):
+            if kind in ("received", "input", "sum", "cast", "step", "wait"):
                 changing.append((position, kind, what))
             elif kind == "constant" and isinstance(what, int):
                 fixed[position] = self._constant(program)[what]
@@ -337,7 +359,7 @@ class LocalStage:
                 fixed[position] = self._numbers_of(kind, what)
             elif kind != "gathered":
                 fixed[position] = self._tensors[kind, what]
-        return fixed, changing
+        return _Arguments(fixed, changing, any(kind == "wait" for _, kind, _ in changing))
 
     def _numbers_of(self, kind: str, what: tuple[Intervals, tuple[int, ...]]) -> Tensor:
         """The numbers of rows or columns, once for all operators on parts of this kind."""
@@ -350,12 +372,12 @@ class LocalStage:
         if key not in self._constants:
             with torch.no_grad():
                 graph = program.constant
-                self._constants[key] = graph.code.once(*self._arguments(program, (), graph))
+                self._constants[key] = graph.code.once(*self._arguments(program, (), graph=graph))
         return self._constants[key]
 
     def _step(self, program: LocalProgram) -> tuple[Tensor, ...]:
         key = id(program.step.code)
         if key not in self._steps:
             with torch.no_grad():
-                self._steps[key] = program.step.code(*self._arguments(program, (), program.step))
+                self._steps[key] = program.step.code(*self._arguments(program, (), graph=program.step))
         return self._steps[key]
