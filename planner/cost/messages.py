@@ -18,7 +18,7 @@ from typing import NamedTuple
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.stage import CostModel
 
-__all__ = ["Exchange", "InCommon", "Sent", "exchange", "in_common"]
+__all__ = ["Exchange", "InCommon", "Peers", "Sent", "exchange", "in_common"]
 
 ROW = 1e-9
 """Less than that is no row; balanced replicas have fractions of rows, on average over micro-batches."""
@@ -40,11 +40,22 @@ class Sent(NamedTuple):
     seconds: float
 
 
+Peers = tuple[int, ...]
+"""For each device of a replica, with how many others it has messages in one direction."""
+
+
 class Exchange(NamedTuple):
-    """The slowest messages forward and back between some replicas of two stages."""
+    """The slowest messages forward and back between some replicas of two stages, and the peers of the devices of each
+    replica, forward and back, among those of all replicas of the other stage."""
 
     forward: Sent
     backward: Sent
+    peers: tuple[tuple[Peers, Peers], tuple[Peers, Peers]] = (((), ()), ((), ()))
+
+    @property
+    def ways(self) -> tuple[Sent, Sent]:
+        """The slowest messages forward and back."""
+        return self.forward, self.backward
 
 
 def in_common(here: Sequence[float], there: Sequence[float]) -> Iterator[InCommon]:
@@ -141,9 +152,28 @@ def _exchange(
     shares = _held_shares(prices, here, there)
     sizes = [prices.handed_on(here.layers, there.layers, one.rows) for one in near]
     back_again = [InCommon(one.target, one.source, one.rows) for one in near]
-    ahead = _slowest(prices, _messages(owners, near, sizes, shares), wanted)
-    back = _slowest(prices, _messages(owners[::-1], back_again, sizes, shares[::-1]), {pair[::-1] for pair in wanted})
-    return {pair: Exchange(ahead[pair], back[pair[::-1]]) for pair in wanted}
+    ways = (
+        list(_messages(owners, near, sizes, shares)),
+        list(_messages(owners[::-1], back_again, sizes, shares[::-1])),
+    )
+    ahead, back = _slowest(prices, ways[0], wanted), _slowest(prices, ways[1], {pair[::-1] for pair in wanted})
+    met = _with_whom(ways[0]), _with_whom(ways[1])
+
+    def peers(stage: ChainStage, place: int) -> tuple[Peers, Peers]:
+        ahead, back = (tuple(len(found.get(rank, ())) for rank in stage.slice(place)) for found in met)
+        return ahead, back
+
+    return {(a, b): Exchange(ahead[a, b], back[b, a], (peers(here, a), peers(there, b))) for a, b in wanted}
+
+
+def _with_whom(messages: Iterable[_Message]) -> dict[int, set[int]]:
+    """For each rank that sends or receives, those with which it does."""
+    found: dict[int, set[int]] = {}
+    for one in messages:
+        if one.source != one.target and one.bytes:
+            found.setdefault(one.source, set()).add(one.target)
+            found.setdefault(one.target, set()).add(one.source)
+    return found
 
 
 def _held_shares(prices: CostModel, here: ChainStage, there: ChainStage) -> tuple[float, float]:

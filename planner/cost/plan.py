@@ -15,7 +15,6 @@ from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.hosts import stepping_on_host
 from whale.planner.cost.plan_gathers import sharded_units
 from whale.planner.cost.plan_memory import PlanMemory
-from whale.planner.cost.plan_messages import PlanMessages
 from whale.planner.cost.plan_sums import PlanSums
 from whale.planner.cost.replica_kinds import Kind, own_bytes, owned_part, ruled
 from whale.planner.cost.sharded import arrival_seconds
@@ -26,7 +25,7 @@ __all__ = ["PlanCost"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCost(PlanMessages, PlanSums, PlanMemory):
+class PlanCost(PlanSums, PlanMemory):
     """A plan with its prediction."""
 
     def prediction(self, workload: Workload, batch: float) -> Prediction:

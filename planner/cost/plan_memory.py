@@ -11,7 +11,8 @@ from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.hosts import Held, node_memories
 from whale.planner.cost.memory import SUMMED_BYTES, StateBytes, message_bytes, sharded_bytes
 from whale.planner.cost.optimizers import costs_of
-from whale.planner.cost.plan_kinds import PlanKinds, on_same_ranks
+from whale.planner.cost.plan_communicators import PlanCommunicators
+from whale.planner.cost.plan_kinds import on_same_ranks
 from whale.planner.cost.replica_kinds import Kind, own_bytes, owned_part, ruled
 from whale.planner.cost.state_shares import fitting_shares, owned_bytes
 from whale.planner.schedules.in_flight import in_flight, peak_kept
@@ -20,7 +21,7 @@ __all__ = ["PlanMemory"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanMemory(PlanKinds):
+class PlanMemory(PlanCommunicators):
     """The memory of a plan."""
 
     def _whole(self, index: int) -> float:
@@ -100,7 +101,7 @@ class PlanMemory(PlanKinds):
                     activations=kept,
                     workspace=working,
                     buffers=round(sharded) + wasted,
-                    framework=round(prices.overhead_bytes[device.type.name]),
+                    framework=round(prices.overhead(device.type, self._communicators(own, place))),
                     **(self._on_host(own, place, kind) if any_on_host else {}),
                 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from whale.ir.workload import Boundary, LinkTime, Transfer
 from whale.planner.cost.groups import TensorGroup
@@ -22,18 +23,15 @@ class PlanMessages(PlanKinds):
         in common, forward and back."""
         boundaries: list[Boundary] = []
         links: dict[tuple[int, int], LinkTime] = {}
-        for (here, there), pairs in self.pairs.items():
-            example: dict[tuple[int, int], Pair] = {}
-            for pair in pairs:
-                example.setdefault((self.of[here][pair.source], self.of[there][pair.target]), pair)
+        for here, there in self.pairs:
+            example = self._examples[here, there]
             ways: list[list[Transfer]] = [[], []]
-            messages = self._whales if self.prices.exchanges else self._of_others
-            found = messages(here, there, example)
+            found = self._whales[here, there] if self.prices.exchanges else self._of_others(here, there, example)
             for way, transfers in enumerate(ways):
                 # All messages of a way are in each other's price; the slowest shares its ends with other boundaries.
                 ends: set[str] = set()
-                for (source, target), both in sorted(found.items(), key=lambda one: -one[1][way].seconds):
-                    sent, ranks = both[way], (self.kinds[here][source].rank, self.kinds[there][target].rank)
+                for (source, target), both in sorted(found.items(), key=lambda one: -one[1].ways[way].seconds):
+                    sent, ranks = both.ways[way], (self.kinds[here][source].rank, self.kinds[there][target].rank)
                     a, b = ranks[:: -1 if way else 1]
                     transfers.append(Transfer(source=a, target=b, bytes=sent.bytes))
                     spent = max(1e-12, sent.seconds - sent.latency)
@@ -59,13 +57,25 @@ class PlanMessages(PlanKinds):
             return ()
         return self.prices.topology.ends(source, target, same_node=same_node)
 
-    def _whales(
-        self, here: int, there: int, example: Mapping[tuple[int, int], Pair]
-    ) -> dict[tuple[int, int], Exchange]:
+    @cached_property
+    def _examples(self) -> dict[tuple[int, int], dict[tuple[int, int], Pair]]:
+        """For each two stages and two of their kinds, replicas of these that have rows in common."""
+        found: dict[tuple[int, int], dict[tuple[int, int], Pair]] = {}
+        for (here, there), pairs in self.pairs.items():
+            example = found[here, there] = {}
+            for pair in pairs:
+                example.setdefault((self.of[here][pair.source], self.of[there][pair.target]), pair)
+        return found
+
+    @cached_property
+    def _whales(self) -> dict[tuple[int, int], dict[tuple[int, int], Exchange]]:
         """The messages between an example of each two kinds, with all that share their adapters."""
-        pairs = [(pair.source, pair.target) for pair in example.values()]
-        found = exchange(self.prices, self.stages[here], self.stages[there], pairs)
-        return {kinds: found[pair.source, pair.target] for kinds, pair in example.items()}
+        sent = {}
+        for (here, there), example in self._examples.items():
+            pairs = [(pair.source, pair.target) for pair in example.values()]
+            found = exchange(self.prices, self.stages[here], self.stages[there], pairs)
+            sent[here, there] = {kinds: found[pair.source, pair.target] for kinds, pair in example.items()}
+        return sent
 
     def _of_others(
         self, here: int, there: int, example: Mapping[tuple[int, int], Pair]
@@ -91,7 +101,8 @@ class PlanMessages(PlanKinds):
             groups = self.kinds[here][kinds[0]].group, self.kinds[there][kinds[1]].group
             ends = self.stages[here].slice(pair.source), self.stages[there].slice(pair.target)
             ways = ((*ends, groups[1]), (*ends[::-1], groups[0]))
-            found[kinds] = Exchange(*(self._of_other(*way, whole) for way in ways))
+            forward, backward = (self._of_other(*way, whole) for way in ways)
+            found[kinds] = Exchange(forward, backward)
         return found
 
     def _of_other(self, source: Sequence[int], target: Sequence[int], into: TensorGroup, whole: float) -> Sent:

@@ -98,11 +98,14 @@ class CostModel(DeviceGroups):
 
     @cached_property
     def overhead_bytes(self) -> dict[str, float]:
-        """Bytes on a device of each type before any layer, by the name of the type: the framework's, and as Whale runs
-        it the batch, beyond which the allocator reserves as much as beyond activations."""
-        num = len(self.cluster.devices)
+        """Bytes on a device of each type before any layer, by the name of the type, with the usual communicators."""
+        return {type_.name: self.overhead(type_) for type_ in self.num_of_types}
+
+    def overhead(self, type_: DeviceType, communicators: float = 0.0) -> float:
+        """Bytes on a device of a type before any layer: the framework's with *communicators*, and as Whale runs it the
+        batch, beyond which the allocator reserves as much as beyond activations."""
         given = self.waste * self.batch * self.profile.row_bytes if self.runs else 0.0
-        return {type_.name: framework_bytes(type_, num) + given for type_ in self.num_of_types}
+        return framework_bytes(type_, len(self.cluster.devices), communicators) + given
 
     @cached_property
     def step_overhead(self) -> float:

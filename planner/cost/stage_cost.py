@@ -69,6 +69,7 @@ class Memo(LayerMemo):
         self.exchanges: dict[Any, Any] = {}
         self.besides: dict[Any, Beside] = {}
         self.buckets: dict[tuple[Shape, bool], int] = {}
+        self.least_bandwidths: dict[Shape, float] = {}
 
     def begin(self, *of: Any) -> Memo:
         """Itself, emptied if it has prices of something else."""

@@ -8,13 +8,17 @@ import pytest
 
 import whale
 from tests.small_models import decoder, tokens
+from whale.commands.candidates import CandidateCompiler
+from whale.commands.plan_writer import PlanWriter
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_model
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.planner.catalog import device_types
 from whale.planner.cost.memory import FRAMEWORK_BYTES, communicator_bytes, framework_bytes
+from whale.planner.search import StageChoice, evaluate
 from whale.predict.device_memory import bytes_of_communicators
 from whale.predict.prediction import predicted_memory
+from whale.strategies.profile import profile_model
 
 A100 = device_types()["A100-SXM4-80GB"]
 SLOW = Link(bandwidth=3e9, latency=3e-5)
@@ -60,6 +64,40 @@ def test_a_deep_interleaved_pipeline_needs_more_than_a_usual_step_and_says_so() 
     for memory in found:
         assert memory.framework == round(framework_bytes(A100, 8, used[memory.rank]))
         assert memory.framework >= FRAMEWORK_BYTES + used[memory.rank]
+
+
+LAYOUTS: dict[str, list[tuple[int, int, int]]] = {
+    "pipeline": [(2, 1, 1), (4, 2, 1), (6, 3, 1)],
+    "one device after the other": [(last, 1, 1) for last in range(1, 7)],
+    "two, then tensor groups": [(2, 2, 1), (6, 2, 2)],
+    "tensor groups, then three": [(3, 1, 3), (6, 3, 1)],
+}
+"""For each stage its last layer, and its degrees over replicas and in tensor groups."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_search_counts_the_communicators_of_the_compiled_plan(layout: str) -> None:
+    h20 = device_types()["H20"]  # few multiprocessors and fast links: more than a usual step's
+    cluster = Cluster.homogeneous(6, h20, intra=h20.intra_node)
+    model = decoder(layers=6, heads=6, width=24).float()
+    trial = CandidateCompiler(model.to("meta"), tokens(rows=6), name="decoder", optimizer="adamw")
+    profile = profile_model(model, tokens(rows=6), tensor_degrees=(1, 2, 3), captured=trial.captured)
+    stages, first, rank = [], 0, 0
+    for place, (last, data, tensor) in enumerate(LAYOUTS[layout]):
+        end = len(profile.layers) if place == len(LAYOUTS[layout]) - 1 else profile.paths.index(f"layers.{last}")
+        ranks = tuple(range(rank, rank + data * tensor))
+        rows = (6 // data,) * data
+        stages.append(StageChoice(first=first, last=end, ranks=ranks, data=data, tensor=tensor, rows=rows))
+        first, rank = end, rank + data * tensor
+    candidate = evaluate(profile, cluster, stages, micro_batches=1, precision="fp32", optimizer="adamw")
+    choice = PlanWriter(profile, cluster, 6, trial, None).compiled(candidate, trial)
+    assert choice.compiled, choice.reason
+    compiled = {device.rank: device.framework for device in choice.prediction.memory}
+    found = {device.rank: device.framework for device in candidate.prediction.memory}
+    assert max(found.values()) > framework_bytes(h20, 6)
+    part = any(tensor > 1 for _, _, tensor in LAYOUTS[layout])  # of a value that a device of a tensor group sends
+    for rank, framework in found.items():
+        assert framework == pytest.approx(compiled[rank], rel=0.2 if part else 0.001), (rank, found, compiled)
 
 
 def test_processors_have_no_communicators_of_nccl() -> None:

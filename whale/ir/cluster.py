@@ -7,7 +7,8 @@ catalog: known device types are passed in. It describes hardware and predicts no
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -391,6 +392,18 @@ class Cluster:
                 f"no {kind}_node link is known between ranks {first} and {second}; describe it in a cluster file"
             )
         return replace(min(known, key=lambda link: link.bandwidth), latency=max(link.latency for link in known))
+
+    def least_bandwidth(self, ranks: Iterable[int]) -> float:
+        """Bytes per second of the slowest link among ranks, as `link` has them; 0 if one is unknown. Linear in the
+        ranks."""
+        on = Counter(self.devices[rank].node for rank in ranks)
+        nodes = [self._nodes_by_name[name] for name in on]
+        links = {node.intra for node in nodes if on[node.name] > 1}
+        if len(nodes) > 1:
+            links |= {node.inter for node in nodes}
+            regions = {node.region for node in nodes} - {None}
+            links |= {region.link for region in regions if region is not None and len(regions) > 1}
+        return min((link.bandwidth if link is not None else 0.0 for link in links), default=0.0)
 
     @cached_property
     def _nodes_by_name(self) -> dict[str, Node]:

@@ -7,13 +7,12 @@ tensors become bytes of a device, with the overhead of allocators and frameworks
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
 from whale.compile.communicators import DIRECTIONS, Communicator, communicators
 from whale.compile.compilation import Compilation
-from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.program import box_size
 from whale.ir.units import bytes_text
@@ -107,26 +106,12 @@ def bytes_of_communicators(compilation: Compilation) -> dict[int, float]:
                     peers.setdefault((direction, target), {})[source] = None
     found = dict.fromkeys(everyone, 0.0)
     for purpose, ranks in (Communicator("all", everyone), *communicators(compilation, for_messages=True)):
-        try:
-            bandwidth = _least_bandwidth(cluster, ranks)
-        except UsageError:
-            continue
-        for rank in ranks if len(ranks) > 1 else ():
+        bandwidth = cluster.least_bandwidth(ranks)
+        for rank in ranks if bandwidth else ():
             others = len(peers.get((purpose, rank), {}).keys() & set(ranks))
             if others or purpose not in DIRECTIONS:
                 found[rank] += communicator_bytes(bandwidth, len(ranks), others)
     return found
-
-
-def _least_bandwidth(cluster: Cluster, ranks: Sequence[int]) -> float:
-    """Bytes per second of the slowest link among ranks: within a node one of its pairs is as good as another."""
-    on: dict[str, list[int]] = {}
-    for rank in ranks:
-        on.setdefault(cluster.devices[rank].node, []).append(rank)
-    firsts = [members[0] for members in on.values()]
-    pairs = [members[:2] for members in on.values() if len(members) > 1]
-    pairs += [[firsts[0], other] for other in firsts[1:]]
-    return min((cluster.link(*pair).bandwidth for pair in pairs), default=0.0)
 
 
 def device_memory(cluster: Cluster, rank: int, held: PeakMemory, communicators: float) -> DeviceMemory:
