@@ -18,8 +18,10 @@ from typing import Any
 from whale.errors import WhaleError
 from whale.ir.plan import Plan, PlanStage
 from whale.ir.shares import shares_on_axis
-from whale.ir.workload import Prediction, StageWork, Workload
+from whale.ir.workload import DeviceMemory, Prediction, StageWork, Workload
 from whale.planner.balance.shares import Worker, fastest_shares
+from whale.planner.cost.memory import FRAGMENTATION
+from whale.planner.schedules.in_flight import in_flight
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.simulation.simulate import simulate_alike
 from whale.planner.simulation.timeline import Timeline
@@ -78,10 +80,11 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Something to do, and about how many bytes it frees of the fullest device; of activations, at most."""
+    """Something to do, and about how many bytes it frees of the fullest device; ``is_most``: it frees that at most."""
 
     what: str
     bytes: int
+    is_most: bool = False
 
 
 def savings(plan: Plan) -> tuple[Saving, ...]:
@@ -89,7 +92,8 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
 
     State that replicas divide is what the prediction has of it, and all gradients where several micro-batches add to
     them; in low precision replicas divide parameters from level 1 on, and at level 3 the copies that operators read.
-    How much of the activations backwards could compute again only a model tells, so all of them are the most.
+    Backwards could compute again, or hosts have, what forwards keep of activations. How much of it only a model tells,
+    so all of it is the most.
     """
     memory = plan.prediction.memory if plan.prediction is not None else ()
     if not memory:
@@ -121,13 +125,27 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
         if replicas > 1 and 0 < rows <= 1 and fullest.activations:  # no micro-batch has fewer
             what = f"rows cut over the {replicas} replicas of stage {index} (split({replicas}, dim=...))"
             found.append(Saving(what=what, bytes=round(fullest.activations * (1 - 1 / replicas))))
-        if stage.recompute != "full" and fullest.activations:
-            found.append(Saving(what=f"recompute 'full' in stage {index}", bytes=fullest.activations))
+        kept = _kept(plan, index, fullest)
+        if stage.recompute != "full" and kept:
+            found.append(Saving(what=f"recompute 'full' in stage {index}", bytes=kept, is_most=True))
         own = fullest.optimizer + fullest.gradients + (fullest.parameters if low or is_divided else 0)
-        for word, size in (("state", own), ("activations", fullest.activations)):
+        for word, size in (("state", own), ("activations", kept)):
             if word not in hosted and size and not fullest.device.startswith("cpu"):  # its memory is that of the host
-                found.append(Saving(what=f"offload '{word}' in stage {index}", bytes=size))
+                is_most = word == "activations"
+                found.append(Saving(what=f"offload '{word}' in stage {index}", bytes=size, is_most=is_most))
     return tuple(sorted(found, key=lambda saving: -saving.bytes))
+
+
+def _kept(plan: Plan, index: int, device: DeviceMemory) -> int:
+    """Bytes of activations that forwards of a stage keep on a device, of all micro-batches in flight, with what their
+    allocator wastes; all of its activations where the plan does not say it."""
+    work = plan.workload.stages[index] if plan.workload is not None else None
+    if work is None or not work.kept_bytes:
+        return device.activations
+    one = dict(zip(work.ranks, work.kept_bytes, strict=False)).get(device.rank, max(work.kept_bytes))
+    num = in_flight(plan.schedule, len(plan.stages), index, plan.micro_batches)
+    wasted = min(FRAGMENTATION, device.buffers / max(1, device.activations))
+    return round(min(num * one, device.activations) * (1 + wasted))
 
 
 def explain(

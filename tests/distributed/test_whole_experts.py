@@ -17,6 +17,7 @@ from tests.distributed.parity import BOUND, Setup, Worlds, check, run_captured
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.traces import captured_once
 from whale import replicate, split, stage
+from whale.compile import kernels
 from whale.runtime.launch import World
 
 WHOLE = split(experts="whole")
@@ -130,7 +131,14 @@ def test_with_other_parallelism(worlds: Worlds, name: str) -> None:
 
 
 def curves(world: World, options: dict[str, Any]) -> tuple[list[float], list[float], float]:
-    """Losses of training in parallel and alone, and the largest difference of a trained weight."""
+    """Losses of training in parallel and alone, and the largest difference of a trained weight. Kernels run operator by
+    operator."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "Kernel", lambda graph: graph)
+        return trained(options)
+
+
+def trained(options: dict[str, Any]) -> tuple[list[float], list[float], float]:
     torch.manual_seed(0)
     model, batch = moe("olmoe", experts=5)
     local = copy.deepcopy(model)
@@ -153,7 +161,7 @@ def curves(world: World, options: dict[str, Any]) -> tuple[list[float], list[flo
     return found, alone, max(float((state[name] - x).abs().max()) for name, x in local.state_dict().items())
 
 
-@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 3}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 3}, {"recompute": "full"}, {"compile": True}], ids=str)
 def test_training_is_that_of_plain_pytorch(worlds: Worlds, options: dict[str, Any]) -> None:
     for found, alone, apart in worlds.run(2, curves, options):
         assert found == pytest.approx(alone, rel=BOUND)

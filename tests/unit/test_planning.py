@@ -187,6 +187,26 @@ def build(batch_size=8):
     with torch.device("meta"):
         return Decoder(width=512, heads=8, layers=8), tokens(batch_size)
 """
+RESIDUAL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+def build(batch_size=64):
+    return Model(), {"x": torch.randn(batch_size, 64, 64)}
+"""
+
 TIGHT = """
 [links]
 intra_node = {bandwidth = "1 GB/s", latency = "10 us"}
@@ -252,6 +272,20 @@ def test_what_zero_is_said_to_free_is_freed(tmp_path: Path, precision: str) -> N
     said = {one.what: one.bytes for one in savings(plans[0])}
     for zero, found in enumerate(divided, 1):
         assert 0.6 <= said[f"zero {zero} in stage 0"] / (whole - found) <= 1.1
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_activations_are_said_to_free_at_most_is_what_forwards_keep(tmp_path: Path, stages: int) -> None:
+    (tmp_path / "residual.py").write_text(RESIDUAL)
+    (tmp_path / "cluster.toml").write_text(TIGHT.replace("3.20 GiB", "8 GiB").replace("devices = 4", "devices = 2"))
+    given = ["plan", "--model", f"{tmp_path / 'residual.py'}:build", "--cluster", str(tmp_path / "cluster.toml"), "-q"]
+    given += ["--batch", "64", "--stages", str(stages), "--micro-batches", str(stages), "--json"]
+    ways: tuple[list[str], ...] = ([], ["--recompute", "full"], ["--offload", "activations"])
+    plans = [Plan.parse(CliRunner().invoke(app, [*given, *way]).stdout) for way in ways]
+    whole, *others = (plan.prediction.memory[0] for plan in plans if plan.prediction)
+    said = {one.what: one.bytes for one in savings(plans[0]) if one.is_most}
+    for what, found in zip(("recompute 'full' in stage 0", "offload 'activations' in stage 0"), others, strict=True):
+        assert 0.6 <= (whole.total - found.total) / said[what] <= 1
 
 
 def test_whale_plan_writes_a_plan_and_prints_what_runs_it(tmp_path: Path) -> None:

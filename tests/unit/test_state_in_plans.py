@@ -243,6 +243,22 @@ def test_steps_in_the_backward_take_a_gradient_less() -> None:
     assert found[0] - found[1] > 0.75 * gradients  # of what the last layer computes some is there
 
 
+@pytest.mark.parametrize(
+    ("ranks", "state"), [(1, None), (2, None), (2, StateSharding(1)), (2, StateSharding(3))], ids=str
+)
+def test_what_an_optimizer_reads_are_gradients(ranks: int, state: StateSharding | None) -> None:
+    model, options = decoder(**WIDE).float(), Options(state=state, recompute="full")
+    whale.annotate(model, {"": replicate()})
+    compilation = compile_model(model.to("meta"), tokens(16, 16), machines(ranks), options, device="cpu", training=True)
+    found, brief = (
+        one(compilation, 0, schedule="1f1b", optimizer="adamw", device="cuda")
+        for one in (peak_memory, brief_peak_memory)
+    )
+    if state is None:  # the peak is that of the update
+        assert found.gradients == 4 * sum(p.numel() for p in decoder(**WIDE).parameters())
+    assert (found.gradients, found.buffers) == (brief.gradients, brief.buffers)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_an_estimate_of_degrees_is_that_of_the_plan_that_they_name(wide: ModelProfile, zero: int) -> None:
     given = Configuration(batch=16, micro_batch=2, pipeline=2, data=2, zero=zero, precision="fp32", stack="whale")

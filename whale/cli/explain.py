@@ -69,7 +69,7 @@ def _memory(prediction: Prediction | None, saved: Sequence[Saving]) -> list[str]
     part = fullest.total / fullest.capacity
     of = f"{bytes_text(fullest.total)} of {bytes_text(fullest.capacity)} ({part:.0%})"
     lines = ["", f"memory: {of} on rank {fullest.rank}, the fullest; what would free most, about:"]
-    lines += [f"  {saving.what}: {bytes_text(saving.bytes)}" for saving in saved]
+    lines += [f"  {saving.what}: {'at most ' * saving.is_most}{bytes_text(saving.bytes)}" for saving in saved]
     return lines if saved else [*lines[:1], lines[1].partition(";")[0]]
 
 

@@ -642,8 +642,12 @@ class _Trial:
         if any(replay.failed for replay in self._replays):
             return None
         there = [parameter for held in self.units if held.unit.on_host for parameter in held.parameters.values()]
+        at_peak = self.live.at_peak.copy()
+        for parameter in self._trained().values():  # what backwards and sums have left for the optimizer
+            if parameter.grad is not None and not parameter.grad.is_sparse and self.live.purpose_of(parameter.grad):
+                self.live.mark(parameter.grad, "gradients")
         return _Found(
-            at_peak=self.live.at_peak.copy(),
+            at_peak=at_peak,
             after=self.live.by_purpose.copy(),
             trained=tuple(
                 _Shape(tuple(x.shape), x.element_size(), name in self.sparse) for name, x in self._trained().items()

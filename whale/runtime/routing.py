@@ -115,9 +115,9 @@ class _Way:
         count, index, num_rows = sum(route.experts), route.index, len(choice)
         if not route.exchanged:
             group = None
-        if choice.is_meta or isinstance(choice, FakeTensor):
-            own = choice.new_empty(route.expected[index])
-            order = torch.empty_like(choice) if route.exchanged else torch.empty_like(own)
+        if choice.is_meta or isinstance(choice, FakeTensor) or isinstance(group, DryGroup):
+            own = choice.new_zeros(route.expected[index])
+            order = torch.zeros_like(choice if route.exchanged else own)
             return cls(order=order, own=own, going=(), coming=(), num_rows=num_rows, route=route, group=group)
         ordered, order = torch.sort(choice, stable=True)
         counts = torch.bincount(choice, minlength=count)
