@@ -66,13 +66,15 @@ class Experts(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         ordered, order = chosen.flatten().sort()  # the tokens' choices, expert by expert
         ends = torch.histc(ordered.float(), self.experts, min=0, max=self.experts - 1).cumsum(0, dtype=torch.int32)
-        y = grouped_mm(tokens[order // self.top_k], self.up, ends)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        y = grouped_mm(tokens[order // self.top_k].to(dtype), self.up.to(dtype), ends)
         if self.gated:
             gate, y = y.chunk(2, dim=-1)
             y = F.silu(gate) * y
         else:
             y = F.gelu(y)
-        y = grouped_mm(y, self.down, ends) * weights.flatten()[order].unsqueeze(-1)
+        y = grouped_mm(y.to(dtype), self.down.to(dtype), ends) * weights.flatten()[order].unsqueeze(-1)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         return y[back].view(-1, self.top_k, x.shape[-1]).sum(1).view_as(x)

@@ -2,8 +2,8 @@
 
 A process of torchrun imports torch, transformers and Whale for seconds, once for each rank and once for the agent. The
 ranks here are forked from the server of `harness`, so a script costs what it computes; of ranks with one model one
-captures it for all. Agents are forked too (torchrun
-as ``-m torch.distributed.run``), and start ranks of their own as they do anywhere.
+captures it for all. Agents are forked too (torchrun as ``-m torch.distributed.run``), and start ranks of their own as
+they do anywhere.
 """
 
 from __future__ import annotations
