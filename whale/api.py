@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from math import inf, isnan
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -577,6 +578,9 @@ def verify(
     which steps compute and sum gradients: 1e-9 in float64, 1e-4 in float32, 0.01 in TF32 and float16, 0.08 in
     bfloat16. In low precision, of the options or the plan, the local step is under ``torch.autocast`` too. Models with
     dropout are compared in evaluation mode.
+
+    Raises:
+        UsageError: the loss or a gradient of the local step is not finite, so that nothing can be compared with it.
     """
     from whale.graph.capture import _Loss
 
@@ -596,6 +600,7 @@ def verify(
         loss = _Loss(local, list(leaves), loss_fn)(*given)
     loss.backward()
     expected = {n: p.grad for n, p in local.named_parameters() if p.requires_grad and p.grad is not None}
+    _refuse_infinite(loss, expected)
     with _gradients_aside(model):
         parallel = parallelize(model, batch, loss_fn=loss_fn, **options).eval()  # a plan is of the model in its mode
         found_loss = parallel._step(leaves, train=True)
@@ -603,6 +608,7 @@ def verify(
     sizes = {n: x.abs().max().item() for n, x in expected.items() if n in found}
     least = _LEAST_GRADIENT * max(sizes.values(), default=0.0)
     errors = {n: (found[n] - expected[n]).abs().max().item() / (max(size, least) or 1.0) for n, size in sizes.items()}
+    errors = {n: inf if isnan(error) else error for n, error in errors.items()}  # nan is more than any
     worst = max(errors, key=lambda n: errors[n], default="")
     return ParityReport(
         loss=found_loss.item(),
@@ -613,6 +619,19 @@ def verify(
         tolerance=tolerance if tolerance is not None else tolerance_of(local, precision, summed),
         gradients=errors,
     )
+
+
+def _refuse_infinite(loss: Tensor, gradients: Mapping[str, Tensor]) -> None:
+    """Refuse a local step of which something is not finite."""
+    bad = [f"the gradient of {name}" for name, x in gradients.items() if x.numel() and not x.isfinite().all()]
+    if not loss.isfinite().all():
+        bad = [f"the loss ({loss.item()})"]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise UsageError(
+            f"{bad[0]}{more} of the local step is not finite, so nothing can be compared with it; verify a batch and "
+            "weights with which the local model trains (torch.autograd.set_detect_anomaly names the operator)"
+        )
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import whale
 from tests.small_models import decoder, tokens
 from whale.api import leaves_beside, tolerance_of
+from whale.errors import UsageError
+from whale.runtime.module import ParallelModule
 
 
 @pytest.mark.parametrize(
@@ -81,3 +83,35 @@ def test_gradients_of_before_are_not_compared_and_stay() -> None:
 def test_a_model_on_a_gpu_is_verified_with_a_batch_on_the_host(options: dict[str, Any]) -> None:
     report = whale.verify(decoder(layers=1).cuda(), tokens(), **options)
     assert report.passed, report
+
+
+class Steep(nn.Module):
+    """A model of which the loss or a gradient is not finite for some rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steady, self.steep = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+        nn.init.ones_(self.steep.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.steady(x).square() + self.steep(x).sqrt()).mean()
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"), [(-1.0, r"the loss \(nan\) of the local"), (0.0, "the gradient of steep.weight of the local")]
+)
+def test_a_local_step_that_is_not_finite_is_refused(rows: float, named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        whale.verify(Steep(), {"x": torch.full((2, 3), rows)}, device="cpu")
+
+
+def test_a_gradient_that_is_not_a_number_is_no_parity(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = ParallelModule.full_gradients
+
+    def spoilt(self: ParallelModule) -> dict[str, Tensor]:
+        return {name: x * (torch.nan if "steep" in name else 1.0) for name, x in gradients(self).items()}
+
+    monkeypatch.setattr(ParallelModule, "full_gradients", spoilt)
+    report = whale.verify(Steep(), {"x": torch.ones(2, 3)}, device="cpu")
+    assert not report.passed
+    assert report.worst == "steep.weight"
