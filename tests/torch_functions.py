@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
+from tests.largest import largest
 
 F: Any = torch.nn.functional
 
@@ -159,11 +160,11 @@ def error_of(local: nn.Module, batch: dict[str, Tensor], annotations: dict[str, 
     for _ in range(2):
         expected = local(**batch)
         expected.backward()
-        worst = max(worst, abs(parallel.train_step(**batch).item() - expected.item()))
+        worst = largest(worst, abs(parallel.train_step(**batch).item() - expected.item()))
     found = parallel.full_gradients()
     for own, parameter in local.named_parameters():
         assert parameter.grad is not None
-        worst = max(
+        worst = largest(
             worst, float((found[own] - parameter.grad).abs().max()) / max(1.0, float(parameter.grad.abs().max()))
         )
     return worst

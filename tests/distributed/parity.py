@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import whale
 from tests.distributed.harness import Ranks
 from tests.distributed.traces import captured_once, shared
+from tests.largest import largest
 from whale.graph.capture import Captured, _Loss, batch_leaves
 from whale.ir.cluster import Cluster, DeviceType
 from whale.runtime.launch import World
@@ -69,7 +70,8 @@ class Difference:
     def worst(self) -> tuple[float, str]:
         """The largest error, and of what."""
         errors = {**self.gradients, **self.buffers, "loss": self.loss}
-        return max((error, name) for name, error in errors.items())
+        error = largest(*errors.values())
+        return error, next(name for name, each in errors.items() if largest(each) == error)
 
 
 class Worlds:

@@ -18,6 +18,7 @@ import whale
 from tests.distributed.harness import Ranks
 from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.largest import largest
 from tests.replays import CpuRecorder
 from whale.runtime import cuda_graphs
 from whale.runtime.failure import Failures
@@ -87,15 +88,15 @@ def error(world: World, options: dict[str, Any], recorded: bool = False) -> floa
         for step in range(4):
             loss = local(**batch())
             loss.backward()
-            worst = max(worst, abs(made.train_step(**batch()).item() - loss.item()))
+            worst = largest(worst, abs(made.train_step(**batch()).item() - loss.item()))
             for optimizer in both:
                 optimizer.step()
                 optimizer.zero_grad()
             if step == 1 and not recorded:
                 with torch.no_grad():
-                    worst = max(worst, abs(made.eval_step(**batch()).item() - local(**batch()).item()))
+                    worst = largest(worst, abs(made.eval_step(**batch()).item() - local(**batch()).item()))
     state = made.full_state_dict()
-    return max(worst, *(float((state[name] - x).abs().max()) for name, x in local.state_dict().items()))
+    return largest(worst, *(float((state[name] - x).abs().max()) for name, x in local.state_dict().items()))
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -17,6 +17,7 @@ from torch import nn
 import whale
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, Two, annotated, parallel, refusal
+from tests.largest import largest
 from tests.small_models import decoder, tokens
 from whale.planner.catalog import device_types
 from whale.runtime.launch import World
@@ -271,7 +272,7 @@ def parallelize_twice(world: World, kind: str) -> float:
     for length in (6, 7, 8):
         for one in made:
             loss = one.train_step(**tokens(length=length))
-            worst = max(worst, abs(loss.item() - local(**tokens(length=length)).item()))
+            worst = largest(worst, abs(loss.item() - local(**tokens(length=length)).item()))
     local.zero_grad()
     made[0].zero_grad()
     local(**tokens()).backward()
@@ -279,7 +280,7 @@ def parallelize_twice(world: World, kind: str) -> float:
     found = made[0].full_gradients()
     for name, parameter in local.named_parameters():
         assert parameter.grad is not None
-        worst = max(worst, float((found[name] - parameter.grad).abs().max()))
+        worst = largest(worst, float((found[name] - parameter.grad).abs().max()))
     return worst
 
 

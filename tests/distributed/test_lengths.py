@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import whale
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, Two, annotated
+from tests.largest import largest
 from tests.small_models import Decoder, decoder, tokens
 from whale.compile import builder
 from whale.runtime.launch import World
@@ -47,7 +48,7 @@ class Steps:
         expected.backward()
         errors = [loss - expected]
         errors += [found[name] - p.grad for name, p in self.local.named_parameters() if p.grad is not None]
-        self.worst = max(self.worst, *(float(error.abs().max()) for error in errors))
+        self.worst = largest(self.worst, *(float(error.abs().max()) for error in errors))
 
     @property
     def result(self) -> tuple[list[bool], float]:
@@ -329,7 +330,7 @@ def train_on_local_rows(world: World) -> tuple[list[bool], float]:
         with patch.object(builder, "compile_traced", wraps=builder.compile_traced) as compiling:
             loss = made.train_step(**{name: x[start:stop] for name, x in whole.items()})
         compiled.append(compiling.called)
-        worst = max(worst, abs(loss.item() - local(**whole).item()))
+        worst = largest(worst, abs(loss.item() - local(**whole).item()))
     return compiled, worst
 
 

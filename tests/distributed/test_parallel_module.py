@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 import whale
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, SHARDED, Two, annotated, parallel, refusal
+from tests.largest import largest
 from tests.small_models import decoder, tokens
 from whale.api import ParallelModule
 from whale.compile import builder
@@ -221,7 +222,7 @@ def switch_heads(world: World, layout: dict[str, Any]) -> tuple[float, str]:
         for optimizer in optimizers:
             optimizer.step()
     state = made.full_state_dict()
-    worst = max(float((state[name] - value).abs().max()) for name, value in local.state_dict().items())
+    worst = largest(*(float((state[name] - value).abs().max()) for name, value in local.state_dict().items()))
     return worst, refusal(lambda: made.train_step(x=x, task="late"))
 
 
@@ -264,7 +265,7 @@ def change_a_number(world: World, kind: str) -> tuple[float, int]:
         local(**tokens(), weight=weight).backward()
         made.train_step(**tokens(), weight=weight)
         found = made.full_gradients()
-        worst = max(worst, *(float((found[n] - p.grad).abs().max()) for n, p in local.named_parameters()))
+        worst = largest(worst, *(float((found[n] - p.grad).abs().max()) for n, p in local.named_parameters()))
     return worst, len(made._whale.engine.steps)
 
 

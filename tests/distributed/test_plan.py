@@ -13,6 +13,7 @@ import torch
 import whale
 from tests.distributed.parity import UNEVEN_BOUND, Setup, Worlds, local_step, relative_errors
 from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.largest import largest
 from tests.small_models import decoder, tokens
 from whale.ir.plan import Plan
 from whale.runtime.launch import World
@@ -32,7 +33,7 @@ def run(world: World, text: str) -> tuple[float, dict[str, tuple[int, ...]], boo
     found = module.train_step(**batch)
     errors = relative_errors(module.full_gradients(), gradients)
     untouched = not any("_whale_scopes" in m.__dict__ for m in model.modules())
-    worst = max(float((found - loss).abs() / loss), *errors.values())
+    worst = largest(float((found - loss).abs() / loss), *errors.values())
     return worst, {name: tuple(p.shape) for name, p in module.named_parameters()}, untouched
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import whale
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import Two
+from tests.largest import largest
 from whale.runtime.launch import World
 
 
@@ -124,11 +125,11 @@ def train(world: World, kind: str, writes: bool, micro_batches: int) -> float:
         expected = local(batch(rows, length))
         expected.backward()
         found = made.train_step(batch(rows, length))
-        worst = max(worst, abs(found.item() - expected.item()))
+        worst = largest(worst, abs(found.item() - expected.item()))
         whole = made.full_gradients()
         for name, parameter in local.named_parameters():
             assert parameter.grad is not None
-            worst = max(worst, float((whole[name] - parameter.grad).abs().max()))
+            worst = largest(worst, float((whole[name] - parameter.grad).abs().max()))
     return worst
 
 

@@ -12,6 +12,7 @@ import whale
 from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import refusal
+from tests.largest import largest
 from tests.small_models import decoder, tokens
 from whale.ir.plan import Plan, PlanAxis, PlanStage, PlanState
 from whale.runtime.launch import World
@@ -66,9 +67,14 @@ def errors(world: World, plan: Plan | None, options: dict[str, Any]) -> tuple[fl
     assert late == options.get("staleness", 0)
     expected, state = curve(late)
     whole = made.full_state_dict()
-    loss = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+    loss = largest(*(abs(a - b) for a, b in zip(losses, expected, strict=True)))
     held = [p.numel() for p in made.parameters()]
-    return loss, max((whole[n] - x).abs().max().item() for n, x in state.items()), sum(held), max(held, default=0)
+    return (
+        loss,
+        largest(*((whole[n] - x).abs().max().item() for n, x in state.items())),
+        sum(held),
+        max(held, default=0),
+    )
 
 
 def workers_and_server() -> Plan:

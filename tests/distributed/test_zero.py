@@ -17,6 +17,7 @@ from tests.distributed.parity import Worlds, cluster_of
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.trained import BOUND, MODELS
 from tests.distributed.two_ranks import refusal
+from tests.largest import largest
 from tests.small_models import decoder, tokens
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
@@ -148,7 +149,7 @@ def parallel(zero: int, model: nn.Module | None = None, **options: Any) -> Any:
 
 def apart(made: Any, reference: nn.Module) -> float:
     whole = made.full_state_dict()
-    return max((whole[name] - x).abs().max().item() for name, x in reference.state_dict().items())
+    return largest(*((whole[name] - x).abs().max().item() for name, x in reference.state_dict().items()))
 
 
 def habits(world: World | None, zero: int, **options: Any) -> dict[str, float]:
@@ -170,7 +171,7 @@ def habits(world: World | None, zero: int, **options: Any) -> dict[str, float]:
         other.update_parameters(reference)
     found["clipped norms"] = (norms[0] - norms[1]).abs().item()
     gradients = made.full_gradients()
-    found["gradients"] = max((gradients[n] - p.grad).abs().max().item() for n, p in reference.named_parameters())
+    found["gradients"] = largest(*((gradients[n] - p.grad).abs().max().item() for n, p in reference.named_parameters()))
     found["trained"] = apart(made, reference)
     found["average"] = (average.module.eval_step(**batch) - other.module(**batch)).abs().item()
     state, optimizer_state = copy.deepcopy(made.state_dict()), copy.deepcopy(own.state_dict())
@@ -336,11 +337,11 @@ def lengths(world: World, zero: int, speeds: tuple[float, ...], rows: tuple[int,
         own.zero_grad()
         plain.zero_grad()
         loss = reference(**batch)
-        worst = max(worst, (made.train_step(**batch) - loss).abs().item())
+        worst = largest(worst, (made.train_step(**batch) - loss).abs().item())
         loss.backward()
         own.step()
         plain.step()
-    return max(worst, apart(made, reference))
+    return largest(worst, apart(made, reference))
 
 
 @pytest.mark.parametrize("zero", [2, 3])

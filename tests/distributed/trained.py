@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClas
 import whale
 from tests.distributed.parity import cluster_of
 from tests.distributed.traces import captured_once
+from tests.largest import largest
 from tests.small_models import decoder, tokens
 from whale.cli.model_loader import load_model
 
@@ -173,5 +174,5 @@ def training_errors(name: str, annotation: dict[str, Any], options: dict[str, An
     losses = trained(made, lambda: made.train_step(**batch))
     wanted, parameters = _local(name)
     whole = made.full_state_dict()
-    loss = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
-    return loss, max(float((whole[n] - x).abs().max()) for n, x in parameters.items()), made
+    loss = largest(*(abs(a - b) for a, b in zip(losses, wanted, strict=True)))
+    return loss, largest(*(float((whole[n] - x).abs().max()) for n, x in parameters.items())), made
