@@ -7,6 +7,7 @@ them. Only ratios are meaningful on a shared machine; the seconds show the scale
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import socket
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -146,6 +148,17 @@ def in_turns(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[st
             sides[name]()
             found[name].append(over_ranks(time.perf_counter() - start, dist.ReduceOp.MAX))
     return found
+
+
+def said_on_testbed(bed: str, script: str, *given: object) -> Any:
+    """The JSON that the first rank of a script says last, on the testbed of a description; as root."""
+    from testbed import Description, Testbed
+
+    command = [sys.executable, str(Path(script).resolve()), *map(str, given)]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    with Testbed(Description.parse(bed)) as testbed:
+        done = testbed.run(command, timeout_seconds=1200, environment=environment, show=False)
+    return json.loads(done.outputs[0].strip().splitlines()[-1])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

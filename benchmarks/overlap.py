@@ -18,18 +18,15 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import arguments, in_turns, over_ranks, report, table
-from testbed import Description, Testbed
+from harness import arguments, in_turns, over_ranks, report, said_on_testbed, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -161,14 +158,7 @@ def main() -> None:
         run_rank(int(sys.argv[1]))
         return
     options = arguments(__doc__ or "", repeats=20)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "bed.toml"
-        file.write_text(BED, encoding="utf-8")
-        with Testbed(Description.load(file)) as testbed:
-            command = [sys.executable, str(Path(__file__).resolve()), str(options.repeats)]
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-            done = testbed.run(command, timeout_seconds=1200, environment=environment, show=False)
-    found = json.loads(done.outputs[0].strip().splitlines()[-1])
+    found = said_on_testbed(BED, __file__, options.repeats)
     base, rows = found["seconds"]["first, 1f1b"], []
     for name, (when, schedule) in SIDES.items():
         own = found["seconds"][name]

@@ -14,15 +14,13 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import arguments, over_ranks, report, table
-from testbed import Description, Testbed
+from harness import arguments, over_ranks, report, said_on_testbed, table
 from torch import Tensor, nn
 
 import whale
@@ -147,14 +145,7 @@ def main() -> None:
         run_rank(int(sys.argv[1]))
         return
     options = arguments(__doc__ or "", repeats=10)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "bed.toml"
-        file.write_text(BED, encoding="utf-8")
-        with Testbed(Description.load(file)) as testbed:
-            command = [sys.executable, str(Path(__file__).resolve()), str(options.repeats)]
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-            done = testbed.run(command, timeout_seconds=1200, environment=environment, show=False)
-    found = json.loads(done.outputs[0].strip().splitlines()[-1])
+    found = said_on_testbed(BED, __file__, options.repeats)
     size = 4 * LAYERS * WIDTH**2
     rows = []
     for name in SIDES:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -24,9 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import arguments, over_ranks, report, table
+from harness import arguments, over_ranks, report, said_on_testbed, table
 from servers import counters
-from testbed import Description, Testbed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -82,14 +80,7 @@ def run_rank() -> None:
 
 def launched(num: int) -> dict[str, list[float]]:
     """Seconds of a step, processor seconds, the most bytes that a host sends and the first loss, of each volume."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "bed.toml"
-        file.write_text(BED.replace("NUM", str(num)), encoding="utf-8")
-        with Testbed(Description.load(file)) as testbed:
-            command = [sys.executable, str(Path(__file__).resolve())]
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-            done = testbed.run(command, timeout_seconds=600, environment=environment, show=False)
-    found: dict[str, list[float]] = json.loads(done.outputs[0].strip().splitlines()[-1])
+    found: dict[str, list[float]] = said_on_testbed(BED.replace("NUM", str(num)), __file__)
     return found
 
 

@@ -19,11 +19,11 @@ __all__ = ["BEAM", "Canonical", "Known", "Priced", "State", "canonical", "undomi
 BEAM = 24
 """Number of states that are kept, of those that store the same matrices in the same way."""
 
-_BLOCK = 128
-"""Number of states that are compared at a time."""
-
 WAYS = 16
 """Number of ways to store matrices of which states are kept: between layers that share weights there are thousands."""
+
+_BLOCK = 128
+"""Number of states that are compared at a time."""
 
 Canonical = tuple[str, int, int]
 """A placement as a tuple: kind, dim, factor (or, inside a segment, the factor's number)."""

@@ -605,7 +605,7 @@ def verify(
         parallel = parallelize(model, batch, loss_fn=loss_fn, **options).eval()  # a plan is of the model in its mode
         found_loss = parallel._step(leaves, train=True)
         found = parallel.full_gradients()
-    sizes = {n: x.abs().max().item() for n, x in expected.items() if n in found}
+    sizes = {n: x.abs().max().item() for n, x in expected.items() if n in found and x.numel()}
     least = _LEAST_GRADIENT * max(sizes.values(), default=0.0)
     errors = {n: (found[n] - expected[n]).abs().max().item() / (max(size, least) or 1.0) for n, size in sizes.items()}
     errors = {n: inf if isnan(error) else error for n, error in errors.items()}  # nan is more than any
@@ -623,7 +623,7 @@ def verify(
 
 def _refuse_infinite(loss: Tensor, gradients: Mapping[str, Tensor]) -> None:
     """Refuse a local step of which something is not finite."""
-    bad = [f"the gradient of {name}" for name, x in gradients.items() if x.numel() and not x.isfinite().all()]
+    bad = [f"the gradient of {name}" for name, x in gradients.items() if not x.isfinite().all()]
     if not loss.isfinite().all():
         bad = [f"the loss ({loss.item()})"]
     if bad:

@@ -115,3 +115,18 @@ def test_a_gradient_that_is_not_a_number_is_no_parity(monkeypatch: pytest.Monkey
     report = whale.verify(Steep(), {"x": torch.ones(2, 3)}, device="cpu")
     assert not report.passed
     assert report.worst == "steep.weight"
+
+
+class Hollow(nn.Linear):
+    """A layer with a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.none = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean() + self.none.sum()
+
+
+def test_a_parameter_without_elements_is_equal() -> None:
+    assert whale.verify(Hollow(), {"x": torch.ones(2, 3)}, device="cpu").passed

@@ -68,10 +68,8 @@ def compiled_kernels(step: RankStep, segments: Segments) -> RankStep:
         if derivative is None:
             return program
         if id(derivative) not in derivatives:
-            if derivative.split is None:
-                once = kept_once(masks_written_out(derivative))
-            else:
-                once = derivative
+            # Only a backward in one part computes masks again; kernels of processors store kept ones element by element.
+            once = derivative if derivative.split is not None else kept_once(masks_written_out(derivative))
             derivatives[id(derivative)] = segments.of_derivative(once)
         if id(program) not in programs:
             programs[id(program)] = replace(program, derivative=derivatives[id(derivative)])

@@ -160,6 +160,7 @@ def _signed(number: int) -> int:
 
 
 MASK_FACTORS = _signed(_FIRST), _signed(_SECOND)
+"""The multipliers of a mask's hash, in int32."""
 
 
 def _low(x: Tensor) -> Tensor:
