@@ -68,7 +68,7 @@ def compiled_kernels(step: RankStep, segments: Segments) -> RankStep:
         if derivative is None:
             return program
         if id(derivative) not in derivatives:
-            # Only a backward in one part computes masks again; kernels of processors store kept ones element by element.
+            # Only a backward in one part computes masks again; kernels on processors store kept ones one by one.
             once = derivative if derivative.split is not None else kept_once(masks_written_out(derivative))
             derivatives[id(derivative)] = segments.of_derivative(once)
         if id(program) not in programs:
