@@ -8,8 +8,7 @@ from whale.strategies.rules.registry import Op, OpAxis, Rule, pointwise, registe
 @register(
     "aten.__and__", "aten.__or__", "aten.__xor__", "aten.floor_divide", "aten.log_sigmoid", "aten.isclose",
     "aten.isfinite", "aten.isinf", "aten.hardswish", "aten.absolute", "aten.greater", "aten.less", "aten.special_expit",
-    "aten.complex",
-    "aten.polar",
+    "aten.complex", "aten.polar", "aten.leaky_relu",
 )  # fmt: skip
 def _untagged(op: Op) -> Rule:
     return pointwise(op)

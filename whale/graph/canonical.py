@@ -495,6 +495,16 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
     _replace(graph, node, total)
 
 
+def _forward_of_loss(graph: fx.Graph, node: fx.Node) -> None:
+    """Express the kernel of a loss, into which autocast on a GPU cuts a cross-entropy, as the loss; its second result,
+    the weight of all targets, is for its backward alone."""
+    bound = _bound(node)
+    with graph.inserting_before(node):
+        loss = emit(graph, node, aten.nll_loss_nd.default, *bound.values())
+    _splice(graph, node, (loss, None))
+    _cross_entropy(graph, loss)
+
+
 def _convolution(graph: fx.Graph, node: fx.Node) -> None:
     """Express named padding as a number if it is equal on both sides."""
     bound = _bound(node)
@@ -679,6 +689,8 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.nll_loss.default: _cross_entropy,
     aten.nll_loss_nd.default: _cross_entropy,
+    aten.nll_loss_forward.default: _forward_of_loss,
+    aten.nll_loss2d_forward.default: _forward_of_loss,
     aten.t.default: _permute,
     aten.numpy_T.default: _permute,
     aten.mT.default: _permute,
