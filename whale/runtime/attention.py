@@ -177,8 +177,9 @@ def attend_back(
         )
     elif _by_flash(query, value, mask):
         nothing = torch.zeros((), dtype=torch.int64, device=query.device)
+        packed = sums.contiguous()  # the kernel does not look at strides
         found = aten._scaled_dot_product_flash_attention_backward.default(
-            grad, query, keys, values, result, sums, None, None, query.shape[-2], keys.shape[-2], 0.0, causal,
+            grad, query, keys, values, result, packed, None, None, query.shape[-2], keys.shape[-2], 0.0, causal,
             nothing, nothing, scale=scale,
         )  # fmt: skip
     else:
