@@ -1,5 +1,5 @@
 """Runs steps on CUDA devices that do not exist, without data, and prints as JSON what would have waited for the device,
-and what ranks must agree on.
+what ranks must agree on, and what a rank that is out of memory says.
 
     LD_PRELOAD=GUARD python -m tests.fake_steps MODEL...     # GUARD: of `tests.fake_cuda.build_guard`
 
@@ -38,6 +38,7 @@ from whale.compile.row_shares import row_shares
 from whale.graph.capture import batch_leaves
 from whale.ir.cluster import Cluster
 from whale.ir.state import StateSharding
+from whale.predict.device_memory import memory_advice
 from whale.runtime import messages, random, uploads
 from whale.runtime.attributes import Changes
 from whale.runtime.engine import Engine, signature
@@ -68,6 +69,17 @@ PLANS: dict[str, Any] = {
 """Other options, with each of the layouts' annotations, of one model: :data:`MODEL`."""
 
 MODEL = "examples/models/gpt.py:gpt"
+
+LOW = ("examples/models/gpt.py:gpt", "examples/models/t5.py:t5", "hf:llama", "hf:vit")
+"""Models that are compiled under autocast, which casts other operators on a GPU than on a processor."""
+
+SAVING: dict[str, dict[str, Any]] = {
+    "full": {"recompute": "full"},
+    "selective": {"recompute": "selective", "micro_batches": 2},
+    "offloaded": {"offload": "activations"},
+    "zero 3": {"state": StateSharding(3), "recompute": "full"},
+}
+"""Options that save memory, with one of the models."""
 
 aten = torch.ops.aten
 WAITS = {
@@ -240,8 +252,27 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
     }
 
 
+def halves(spec: str) -> list[int]:
+    """How many micro-batches a model under autocast is cut into."""
+    traced = traced_on(DEVICE, spec, "bf16")
+    compilation = compile_traced(
+        traced, Cluster.homogeneous(1), Options(micro_batches=2, precision="bf16"), device=DEVICE
+    )
+    return list(compilation.rows)
+
+
+def advice(name: str) -> str:
+    """What a rank that is out of memory says."""
+    cluster, traced = Cluster.homogeneous(SIZE), traced_on(DEVICE, MODEL)
+    annotated = Options(default=whale.replicate().strategy, **SAVING[name])
+    compilation = compile_traced(traced, cluster, annotated, device=DEVICE)
+    return memory_advice(compilation, cluster, DEVICE.index, "1f1b", "cuda")
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     specs = sys.argv[1:]
     dist.init_process_group("fake", store=FakeStore(), rank=DEVICE.index, world_size=SIZE)
     messages._Streams = NoQueue  # type: ignore[misc, assignment]
@@ -252,6 +283,8 @@ def main() -> None:
         "ranks": {spec: [compiled(spec, rank) for rank in (0, 1)] for spec in specs},
         "models": {spec: {name: step(spec, name) for name in LAYOUTS} for spec in specs},
         "plans": {name: step(MODEL, name) for name in PLANS},
+        "halves": {spec: halves(spec) for spec in LOW},
+        "advice": {name: advice(name) for name in SAVING},
     }
     print(json.dumps(said), flush=True)
     os._exit(0)  # threads of autograd for devices that do not exist would not end

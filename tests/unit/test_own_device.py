@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from tests.fake_cuda import SMALL, build_guard
-from tests.fake_steps import PLANS, Waits
+from tests.fake_steps import LOW, PLANS, SAVING, Waits
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +85,16 @@ def test_a_rank_is_in_no_process_group_that_it_does_not_use(
     spec: str, stepped: dict[str, dict[str, dict[str, Any] | None]]
 ) -> None:
     assert [one["unused"] for one in stepped[spec].values() if one is not None and one["unused"]] == []
+
+
+@pytest.mark.parametrize("spec", LOW)
+def test_models_under_autocast_are_cut_into_micro_batches(spec: str, steps: dict[str, Any]) -> None:
+    assert steps["halves"][spec] == [4, 4]
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_a_rank_that_is_out_of_memory_says_what_was_predicted(name: str, steps: dict[str, Any]) -> None:
+    assert steps["advice"][name].startswith("predicted were ")
 
 
 DROPS_WEIGHTS = {

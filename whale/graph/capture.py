@@ -87,6 +87,12 @@ class Captured:
         return {name: resolve(node) for name, node in zip(self.mutated, outputs[1:], strict=False)}
 
     @property
+    def device(self) -> torch.device:
+        """The device that its operators name."""
+        values = (node.meta.get("val") for node in self.graph.nodes)
+        return next((x.device for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))
+
+    @property
     def module(self) -> fx.GraphModule:
         """The graph as a callable of its placeholders, in order."""
         return fx.GraphModule(nn.Module(), self.graph)

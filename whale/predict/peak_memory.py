@@ -526,12 +526,13 @@ class _Trial:
         if not _runs_graphs(self.compilation, program, data, self.batch):
             return data
         placed = {stage.index: stage for stage in self.compilation.stages}
+        captured = self.compilation.captured
+        named = captured.device  # operators name it; here nothing is computed
         stages = []
         for stage in data.stages:
             programs = {id(one): fused(one) if self.device == "cuda" else one for one in stage.programs}
             own = [programs[id(one)] for one in stage.programs]
-            where, cpu = (placed[stage.index], self.rank), torch.device("cpu")
-            own = with_derivatives(self.compilation.captured, *where, own, cpu, in_parts=_splits(program))
+            own = with_derivatives(captured, placed[stage.index], self.rank, own, named, in_parts=_splits(program))
             if self.compilation.is_of_several:
                 own = cast_once(own, {name for unit in data.units for name in unit.names})
             own = gathered(own, data.units)

@@ -131,7 +131,7 @@ def _gathers(compilation: Compilation, rank: int, clock: RNGPosition | None) -> 
     units = tuple(unit for unit in compilation.units if rank in unit.spec.ranks and unit.spec.gathers == "task")
     if not units:
         return found
-    data = rank_step(compilation, rank, compilation.program(rank), clock, device=torch.device("cpu"))
+    data = rank_step(compilation, rank, compilation.program(rank), clock, device=compilation.captured.device)
     for stage in data.stages:
         for program in stage.programs:
             derivative = program.derivative
