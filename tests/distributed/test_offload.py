@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder, tokens
 from whale.compile import builder
 from whale.errors import UsageError
+from whale.runtime.host import arrived, fetch, to_host
 from whale.runtime.launch import World
 from whale.strategies import offloading
 
@@ -92,6 +94,16 @@ class Views(nn.Module):
         top, places = (a * b.transpose(0, 1).reshape(a.shape)).sort(-1)
         hidden = self.outer(torch.nn.functional.layer_norm(top * a.T.T, (6,)).exp().tanh())
         return {"loss": (hidden * hidden).sum() + places.sum() * 0, "hidden": hidden}
+
+
+def test_memory_of_what_leaves_is_needed_until_the_next_few_do() -> None:
+    tensors = [torch.empty(8, device="meta") for _ in range(4)]
+    known = [weakref.ref(x) for x in tensors]
+    held = [to_host(x) for x in tensors]
+    tensors.clear()
+    assert [one() is None for one in known] == [True, True, False, False]
+    assert arrived(fetch(held[3])).shape == (8,)
+    assert all(one() is None for one in known)
 
 
 def test_views_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,10 +284,10 @@ class HeldUnit:
 
     def begin(self) -> None:
         """Start to gather the parameters for a step."""
+        if self._whole is None:
+            self._whole = self._empty_whole()
+            self._parameters = self._views(self._whole)
         with self._copying():
-            if self._whole is None:
-                self._whole = self._empty_whole()
-                self._parameters = self._views(self._whole)
             if not self.keeps_whole or self.unit.on_host:
                 self._put_own(self._whole)
             self._arriving = self._gathered(self._whole)
@@ -308,8 +308,8 @@ class HeldUnit:
 
     def start(self) -> _Arriving:
         """Start to gather the parameters for a task."""
+        whole = self._empty_whole()
         with self._copying():
-            whole = self._empty_whole()
             self._put_own(whole)
             return self._gathered(whole)
 
@@ -331,7 +331,7 @@ class HeldUnit:
                 held.copy_(self.own[begin - first : end - first], non_blocking=True)
 
     def _copying(self) -> AbstractContextManager[Any]:
-        """Copies from the host run beside the computation."""
+        """Copies from the host run beside the computation, into its memory."""
         if not self.unit.on_host or self.device.type != "cuda":
             return nullcontext()
         stream = _copy_stream(self.device)
@@ -364,9 +364,7 @@ class HeldUnit:
         for work in arriving.works:
             self.wait_for(work, "the parameters")
         if arriving.copied is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(arriving.copied)
-            arriving.whole.record_stream(stream)
+            torch.cuda.current_stream(self.device).wait_event(arriving.copied)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
