@@ -229,7 +229,7 @@ def test_cuda_graphs_on_a_gpu(options: dict[str, Any], monkeypatch: pytest.Monke
     def run(cuda_graphs: bool) -> tuple[list[Tensor], list[Tensor]]:
         torch.manual_seed(0)
         model, batch = gpt2()
-        made: Any = whale.parallelize(model.float(), batch, seed=0, cuda_graphs=cuda_graphs, **options)
+        made: Any = whale.parallelize(model.float().cuda(), batch, seed=0, cuda_graphs=cuda_graphs, **options)
         optimizer = torch.optim.AdamW(made.parameters(), lr=0.01, fused=True)
         losses = []
         for _ in range(STEPS):

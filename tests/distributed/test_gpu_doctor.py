@@ -36,12 +36,12 @@ def forked(command: list[str], *, env: dict[str, str], stdout: Any, stderr: int)
     return Forked(command[1:], environment=env, output=Path(stdout.name))
 
 
-@pytest.mark.parametrize("name", ["copies", "failures", "graphs"])
-def test_a_part_runs_on_two_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("parity", 1), ("copies", 2), ("failures", 2), ("graphs", 2)])
+def test_a_part_runs(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if name != "copies":  # whose ranks are processes as a user's
         popen = {"Popen": forked, "STDOUT": subprocess.STDOUT, "TimeoutExpired": subprocess.TimeoutExpired}
         monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(**popen))
-    found = run(name)
+    found = run(name, ranks=ranks)
     assert found["passed"], found
     if name == "failures":
         assert all("rank 1 is out of memory" in rank["message"] for rank in found["ranks"])

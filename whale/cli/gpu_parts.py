@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 def decoder(device: torch.device, **sizes: Any) -> Decoder:
@@ -112,7 +112,7 @@ def parity(rank: int, size: int, device: torch.device) -> dict[str, Any]:
                 if layout:
                     whale.annotate(model, layout)
                 options: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule, "device": device.type}
-                report = verify(model, batch(), promote_casts=True, **options)
+                report = verify(model, batch(), **options)
                 rows.append(
                     {
                         "plan": name,

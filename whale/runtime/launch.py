@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -272,14 +273,23 @@ def _shares_gpu() -> bool:
     return os.environ.get(SHARE_GPU) == "1"
 
 
+def _nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that is loaded; torch names the one that it was built with."""
+    found: tuple[int, ...] = torch.cuda.nccl.version()
+    with contextlib.suppress(OSError, AttributeError):
+        number = ctypes.c_int()
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+        found = number.value // 10000, number.value // 100 % 100, number.value % 100
+    return found
+
+
 def _backend(device: torch.device) -> str:
     """The backend of process groups. Ranks that share a GPU need a new NCCL, or else gloo, through the host."""
     if device.type != "cuda":
         return "gloo"
     if not _shares_gpu():
         return "nccl"
-    version: Any = torch.cuda.nccl.version() if dist.is_nccl_available() else (0,)
-    if tuple(version) < _NCCL_THAT_SHARES:
+    if not dist.is_nccl_available() or _nccl_version() < _NCCL_THAT_SHARES:
         return "cpu:gloo,cuda:gloo"
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     return "nccl"
