@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from whale.errors import UsageError
-from whale.runtime.adamw import is_triton, step_runs
+from whale.runtime.adamw import is_triton, step_rows, step_runs
 from whale.runtime.adamw_runs import Kind, Run, wide_of
+from whale.runtime.adamw_table import Held, Table
 from whale.runtime.columns import sum_over_columns
 
 __all__ = ["FusedAdamW", "RowWiseAdagrad"]
@@ -79,6 +80,7 @@ class FusedAdamW(AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._tables: dict[tuple[Any, ...], Table] = {}
         for group in self.param_groups:  # those of torch's have no masters
             group.setdefault("masters", self.defaults["masters"])
         if not self.__dict__.get("_keeps_wide"):
@@ -91,43 +93,117 @@ class FusedAdamW(AdamW):
         """Take a step; returns what *closure* does, which computes the loss again."""
         loss = _loss_of(closure)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for group in self.param_groups:
-            own = [p for p in group["params"] if p.grad is not None]
-            for p in own:
-                _check(p, group)
-            own.sort(key=lambda p: (str(p.device), p.data_ptr()))
-            for _, alike in groupby(own, key=lambda p: (p.device, p.dtype, p.grad.dtype)):
-                self._step_alike(group, list(alike), scale, found_inf)
+        for number, group in enumerate(self.param_groups):
+            for kinds, own in _alike(group["params"]).items():
+                if is_triton(kinds[0]):
+                    self._step_rows((number, *kinds), group, own, scale, found_inf)
+                else:
+                    self._step_runs(group, own, scale, found_inf)
         return loss
 
-    def _step_alike(
-        self, group: Mapping[str, Any], own: Sequence[Tensor], scale: Tensor | None, found_inf: Tensor | None
+    def _step_rows(
+        self,
+        key: tuple[Any, ...],
+        group: Mapping[str, Any],
+        own: Sequence[Tensor],
+        scale: Tensor | None,
+        found_inf: Tensor | None,
     ) -> None:
-        """A step of parameters on one device, of one number type, in the order of their addresses."""
-        device = own[0].device
-        on_device = bool(group["capturable"] or group["fused"])
-        if found_inf is not None and not on_device and bool(found_inf):
+        """A step of parameters on one GPU, of one number type: what stays from step to step is in a table."""
+        _check_step(own, group)
+        if found_inf is not None and not _counts_on_device(group) and bool(found_inf):
             return
-        self._make_states(group, own)
-        steps = [self.state[p]["step"] for p in own]
-        if found_inf is not None and on_device:
-            found_inf = found_inf.to(device)
-            torch._foreach_add_(steps, (1 - found_inf).to(steps[0].dtype).view(()))
+        table = self._table(key, group, own)
+        if table.count is None:
+            steps = [self.state[p]["step"] for p in own]
+            found_inf = _count_on_device(steps, found_inf)
+            scalars, rows = _scalars_on_device(group, own[0], steps, scale), list(range(len(own)))
         else:
             found_inf = None
-            torch._foreach_add_(steps, 1)
-        scalars, rows = self._scalars(group, own, steps, scale)
-        pieces = [self._piece(p, row, group) for p, row in zip(own, rows, strict=True)]
-        kind = Kind(bool(group["maximize"]), bool(group["amsgrad"]), scale is not None)
-        if found_inf is not None and not is_triton(device):
-            if bool(found_inf):
-                return
-            found_inf = None
-        step_runs(_joined(pieces), scalars, kind, found_inf)
+            table.count.add_(1)
+            scalars, rows = _scalars(group, own[0], table.count.tolist(), scale)
+        gradients = self._gradients(own, table.strides)
+        step_rows(table.rows(gradients, rows), scalars, _kind(group, scale), found_inf)
+
+    def _step_runs(
+        self, group: Mapping[str, Any], own: list[Tensor], scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """A step of parameters on a processor, of one number type: those that follow each other are one run."""
+        _check_step(own, group)
+        _check_layouts(own)
+        if found_inf is not None and bool(found_inf):
+            return
+        own.sort(key=Tensor.data_ptr)
+        self._make_states(group, own)
+        steps = [self.state[p]["step"] for p in own]
+        torch._foreach_add_(steps, 1)
+        scalars, rows = _scalars(group, own[0], [float(step) for step in steps], scale)
+        gradients = self._gradients(own, [p.stride() for p in own])
+        held = self._held(group, own)
+        columns: list[Sequence[Tensor | None]] = [held[0], gradients, *held[1:3]]
+        columns += [[None] * len(own) if column is None else column for column in held[3:]]
+        vectors = ([None if x is None else _flat(x) for x in column] for column in columns)
+        pieces = [_Piece(memory, row) for memory, row in zip(zip(*vectors, strict=True), rows, strict=True)]
+        step_runs(_joined(pieces), scalars, _kind(group, scale))
+
+    def _table(self, key: tuple[Any, ...], group: Mapping[str, Any], own: Sequence[Tensor]) -> Table:
+        """The table of these parameters: the last step's if they and their states are where they were."""
+        options = (_counts_on_device(group), _has_master(group, own[0]))
+        table = self._tables.get(key)
+        if table is None or not table.holds(options, self._watched(group, own)):
+            _check_layouts(own)
+            self._make_states(group, own)
+            count = None if options[0] else self._joined_counts(own)
+            held = self._held(group, own)
+            watched = [x for x in self._watched(group, own) if x is not None]
+            table = self._tables[key] = Table(options, watched, held, count)
+        return table
+
+    def _watched(self, group: Mapping[str, Any], own: Sequence[Tensor]) -> list[Tensor | None]:
+        """Parameters and their states, None for one that is not there."""
+        states = [self.state[p] for p in own]
+        names = ("step", *_names(group, own[0]))
+        return [*own, *(state.get(name) for name in names for state in states)]
+
+    def _joined_counts(self, own: Sequence[Tensor]) -> Tensor:
+        """The counts of steps as one vector, of which the states are views from here on, so that one operator counts.
+
+        They stay tensors without dims on the host, as torch's, which others may read, write and save.
+        """
+        states = [self.state[p] for p in own]
+        dtype = states[0]["step"].dtype
+        joined = torch.stack([state["step"].to("cpu", dtype).view(()) for state in states])
+        for number, state in enumerate(states):
+            state["step"] = joined[number]
+        return joined
+
+    def _gradients(self, own: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Gradients in the layouts of their parameters: copies of those in others."""
+        gradients: list[Any] = [p.grad for p in own]
+        for n, (gradient, stride) in enumerate(zip(gradients, strides, strict=True)):
+            if gradient.stride() != stride or gradient.is_neg() or gradient.is_conj():
+                gradients[n] = torch.empty_like(own[n], dtype=gradient.dtype).copy_(gradient)
+                if getattr(self, "grad_scale", None) is not None:
+                    own[n].grad = gradients[n]
+        return gradients
+
+    def _held(self, group: Mapping[str, Any], own: Sequence[Tensor]) -> Held:
+        """The parameters and states that a pass updates, in the layouts of the parameters."""
+        columns: dict[str, list[Tensor]] = {}
+        for name in _names(group, own[0]):
+            dtype = self.state[own[0]][name].dtype
+            for p in own:
+                found = self.state[p][name]
+                if found.stride() != p.stride() or found.dtype != dtype:  # of a state dict with another layout
+                    self.state[p][name] = torch.empty_like(p, dtype=dtype).copy_(found)
+            columns[name] = [self.state[p][name] for p in own]
+        master, largest = columns.get("master"), columns.get("max_exp_avg_sq")
+        wide, low = (list(own), None) if master is None else (master, list(own))
+        return Held(wide, columns["exp_avg"], columns["exp_avg_sq"], largest, low)
 
     def _make_states(self, group: Mapping[str, Any], own: Sequence[Tensor]) -> None:
         """Make the states that are not there, those of parameters next to each other side by side."""
-        on_device = group["capturable"] or group["fused"]
+        on_device = _counts_on_device(group)
         new = [p for p in own if not self.state[p]]
         kept = [*_KEPT, *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
         for p in new:
@@ -144,73 +220,6 @@ class FusedAdamW(AdamW):
             if group["amsgrad"] and "max_exp_avg_sq" not in self.state[p]:
                 self.state[p]["max_exp_avg_sq"] = torch.zeros_like(self.state[p]["exp_avg_sq"])
 
-    def _scalars(
-        self, group: Mapping[str, Any], own: Sequence[Tensor], steps: Sequence[Tensor], scale: Tensor | None
-    ) -> tuple[Tensor, list[int]]:
-        """The scalars of the pass, and their row for each parameter: of all that took as many steps, on the host; of
-        each its own, on a device that counts the steps."""
-        wide, device = wide_of(own[0].dtype), own[0].device
-        lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
-        beta1, beta2 = group["betas"]
-        if not (group["capturable"] or group["fused"]):
-            factor = 1.0 if scale is None else 1 / float(scale)
-            counts = [float(step) for step in steps]
-            distinct = {count: row for row, count in enumerate(dict.fromkeys(counts))}
-            # A learning rate that is a tensor is computed with in its own number type, as torch's does.
-            numbers = [
-                [
-                    float(1 - lr * decay),
-                    float(1 - beta1),
-                    float(beta2),
-                    float(1 - beta2),
-                    float(-(lr / (1 - beta1**count))),
-                    float((1 - beta2**count) ** 0.5),
-                    eps,
-                    factor,
-                ]
-                for count in distinct
-            ]
-            found = torch.tensor(numbers, dtype=wide, pin_memory=device.type == "cuda")
-            return found.to(device, non_blocking=True), [distinct[count] for count in counts]
-        count = torch.stack(list(steps)).to(torch.float64)
-        ones = torch.ones_like(count)
-        lr = lr.to(device, torch.float64).view(()) if isinstance(lr, Tensor) else lr
-        columns = [
-            ones * (1 - lr * decay),
-            ones * (1 - beta1),
-            ones * beta2,
-            ones * (1 - beta2),
-            -lr / (1 - beta1**count),
-            (1 - beta2**count).sqrt(),
-            ones * eps,
-            ones if scale is None else ones / scale.to(device, torch.float64).view(()),
-        ]
-        return torch.stack(columns, dim=1).to(wide), list(range(len(own)))
-
-    def _piece(self, p: Tensor, row: int, group: Mapping[str, Any]) -> _Piece:
-        """The memory of a parameter's step."""
-        state = self.state[p]
-        assert p.grad is not None
-        gradient = p.grad
-        if gradient.stride() != p.stride() or not _is_dense(gradient):
-            gradient = torch.empty_like(p, dtype=gradient.dtype).copy_(gradient)
-            if getattr(self, "grad_scale", None) is not None:
-                p.grad = gradient
-        names = [*_KEPT, *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-        names += ["master"] if _has_master(group, p) else []
-        for name in names:
-            if state[name].stride() != p.stride():  # of a state dict with another layout
-                state[name] = torch.empty_like(p, dtype=state[name].dtype).copy_(state[name])
-        master = state["master"] if _has_master(group, p) else None
-        held = [
-            p if master is None else master,
-            gradient,
-            *(state[name] for name in _KEPT),
-            state["max_exp_avg_sq"] if group["amsgrad"] else None,
-            None if master is None else p,
-        ]
-        return _Piece(tuple(None if x is None else _flat(x) for x in held), row)
-
 
 _KEPT = ("exp_avg", "exp_avg_sq")
 
@@ -222,28 +231,113 @@ class _Piece(NamedTuple):
     row: int
 
 
+def _alike(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]]:
+    """Parameters that have gradients, by device, number type, and that of the gradient."""
+    found: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]] = {}
+    for p in parameters:
+        gradient = p.grad
+        if gradient is not None:
+            found.setdefault((p.device, p.dtype, gradient.dtype), []).append(p)
+    return found
+
+
+def _names(group: Mapping[str, Any], p: Tensor) -> list[str]:
+    """The states of a pass over parameters like one."""
+    names = [*_KEPT, *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+    return [*names, "master"] if _has_master(group, p) else names
+
+
+def _kind(group: Mapping[str, Any], scale: Tensor | None) -> Kind:
+    return Kind(bool(group["maximize"]), bool(group["amsgrad"]), scale is not None)
+
+
+def _counts_on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group["capturable"] or group["fused"])
+
+
+def _count_on_device(steps: list[Tensor], found_inf: Tensor | None) -> Tensor | None:
+    """Count a step on the device unless *found_inf*; returns that, on the device."""
+    if found_inf is None:
+        torch._foreach_add_(steps, 1)
+        return None
+    found_inf = found_inf.to(steps[0].device)
+    torch._foreach_add_(steps, (1 - found_inf).to(steps[0].dtype).view(()))
+    return found_inf
+
+
+def _scalars(
+    group: Mapping[str, Any], p: Tensor, counts: Sequence[float], scale: Tensor | None
+) -> tuple[Tensor, list[int]]:
+    """The scalars of a pass, for each number of steps that was taken, and the row of each parameter."""
+    lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
+    beta1, beta2 = group["betas"]
+    factor = 1.0 if scale is None else 1 / float(scale)
+    inverts = -1 if is_triton(p.device) else 1
+    distinct = {count: row for row, count in enumerate(dict.fromkeys(counts))}
+    # A learning rate that is a tensor is computed with in its own number type, as torch's does.
+    numbers = [
+        [
+            float(1 - lr * decay),
+            float(1 - beta1),
+            float(beta2),
+            float(1 - beta2),
+            float(-(lr / (1 - beta1**count))),
+            float((1 - beta2**count) ** 0.5) ** inverts,
+            eps,
+            factor,
+        ]
+        for count in distinct
+    ]
+    found = torch.tensor(numbers, dtype=wide_of(p.dtype), device="cpu", pin_memory=p.device.type == "cuda")
+    return found.to(p.device, non_blocking=True), [distinct[count] for count in counts]
+
+
+def _scalars_on_device(group: Mapping[str, Any], p: Tensor, steps: list[Tensor], scale: Tensor | None) -> Tensor:
+    """The scalars of a pass on a device that counts the steps, a row for each parameter."""
+    lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
+    beta1, beta2 = group["betas"]
+    count = torch.stack(steps).to(torch.float64)
+    ones = torch.ones_like(count)
+    lr = lr.to(p.device, torch.float64).view(()) if isinstance(lr, Tensor) else lr
+    columns = [
+        ones * (1 - lr * decay),
+        ones * (1 - beta1),
+        ones * beta2,
+        ones * (1 - beta2),
+        -lr / (1 - beta1**count),
+        (1 - beta2**count).rsqrt(),
+        ones * eps,
+        ones if scale is None else ones / scale.to(p.device, torch.float64).view(()),
+    ]
+    return torch.stack(columns, dim=1).to(wide_of(p.dtype))
+
+
 def _has_master(group: Mapping[str, Any], p: Tensor) -> bool:
     return bool(group["masters"]) and p.dtype in _LOW
 
 
-def _check(p: Tensor, group: Mapping[str, Any]) -> None:
-    assert p.grad is not None
-    if p.grad.is_sparse:
+def _check_step(own: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+    if any(p.grad.is_sparse for p in own if p.grad is not None):
         raise UsageError(
             "FusedAdamW needs dense gradients, and a parameter has a sparse one: use torch.optim.SparseAdam"
         )
-    if not _is_dense(p):
+    device = own[0].device.type
+    if group["capturable"] and device != "cuda":
         raise UsageError(
-            f"a parameter of shape {tuple(p.shape)} has strides {p.stride()}, with gaps or overlaps in memory: make it "
-            "contiguous, or use torch.optim.AdamW"
-        )
-    if group["capturable"] and p.device.type != "cuda":
-        raise UsageError(
-            f"capturable=True is for CUDA graphs, but a parameter is on {p.device.type}: leave it out, as for "
+            f"capturable=True is for CUDA graphs, but a parameter is on {device}: leave it out, as for "
             "parameters that offload keeps on the host"
         )
-    if p.device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not group["capturable"]:
+    if device == "cuda" and torch.cuda.is_current_stream_capturing() and not group["capturable"]:
         raise UsageError("a step of FusedAdamW is captured in a CUDA graph: make the optimizer with capturable=True")
+
+
+def _check_layouts(own: Sequence[Tensor]) -> None:
+    for p in own:
+        if not _is_dense(p):
+            raise UsageError(
+                f"a parameter of shape {tuple(p.shape)} has strides {p.stride()}, with gaps or overlaps in memory: "
+                "make it contiguous, or use torch.optim.AdamW"
+            )
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -267,14 +361,15 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _side_by_side(tensors: Sequence[Tensor], dtype: torch.dtype) -> Iterable[Tensor]:
-    """Zeros in the layouts of tensors, one after the other in one buffer."""
+    """Zeros in the layouts of tensors, one after the other in one buffer; for the kernel at addresses that it can load
+    from in one piece."""
     if not tensors:
         return
-    held = torch.zeros(sum(x.numel() for x in tensors), dtype=dtype, device=tensors[0].device)
-    start = 0
-    for x in tensors:
+    unit = 64 if is_triton(tensors[0].device) else 1
+    sizes = [-(-x.numel() // unit) * unit for x in tensors]
+    held = torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device)
+    for x, start in zip(tensors, accumulate(sizes, initial=0), strict=False):
         yield held.as_strided(x.shape, x.stride(), start)
-        start += x.numel()
 
 
 def _joined(pieces: Sequence[_Piece]) -> list[Run]:

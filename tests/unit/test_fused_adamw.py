@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import importlib.util
 import io
 import os
@@ -19,12 +20,16 @@ from torch import Tensor, nn
 import whale
 from whale import optim
 from whale.runtime import adamw
-from whale.runtime.adamw_runs import Run
+from whale.runtime.adamw_runs import Kind, Run
+from whale.runtime.adamw_table import BLOCK, Rows, Table
 
 SHAPES = ((100, 33), (1,), (), (7,), (4096,), (0, 3))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 UNITS = 4 if INTERPRETED else 2
 """Triton's interpreter fuses no product with a sum, and cuts bfloat16 off where devices round."""
+
+SLACK = 1e-6
+"""Added to a whole number of units: devices round the power of two that `units` divides by."""
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
@@ -92,11 +97,11 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_step_is_that_of_torch_to_two_units_in_the_last_place(device: str, options: dict[str, Any]) -> None:
-    assert worst_of_steps(device, **options) <= UNITS
+    assert worst_of_steps(device, **options) <= UNITS + SLACK
 
 
 def test_a_step_in_float64_is_that_of_torch() -> None:
-    assert worst_of_steps(dtype=torch.float64) <= 2
+    assert worst_of_steps(dtype=torch.float64) <= 2 + SLACK
 
 
 @NO_GPU
@@ -117,8 +122,9 @@ def test_a_captured_step_is_that_of_torch_to_two_units_in_the_last_place() -> No
         assert torch.allclose(x, y, rtol=1e-6, atol=1e-7)
 
 
-def test_many_steps_keep_with_those_of_torch() -> None:
-    ours, theirs = parameters(), parameters()
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_steps_keep_with_those_of_torch(device: str) -> None:
+    ours, theirs = parameters(device=device), parameters(device=device)
     own, other = optim.FusedAdamW(ours, lr=0.01), torch.optim.AdamW(theirs, lr=0.01)
     for _ in range(50):
         draw_gradients(ours, theirs)
@@ -212,8 +218,219 @@ def test_parameters_that_follow_each_other_are_one_run(monkeypatch: pytest.Monke
     for _ in range(2):
         made.step()
         expected.step()
-    assert seen == [1, 1]
+    assert seen == ([] if INTERPRETED else [1, 1])  # the kernel has a row for each parameter
     torch.testing.assert_close(flat, other.detach(), rtol=1e-6, atol=1e-7)
+
+
+def vector(address: int, length: int, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer((ctypes.c_byte * (length * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
+def step_by_address(rows: Rows, scalars: Tensor, kind: Kind, found_inf: Tensor | None = None) -> None:
+    """The step of the kernel, which finds memory by the table alone."""
+    table = [(*fixed, *moving) for fixed, moving in zip(rows.fixed.tolist(), rows.moving.tolist(), strict=True)]
+    assert rows.aligned == all(address % 16 == 0 for row in table for address in (*row[:5], row[6]))
+    for number, (parameter, mean, square, largest, low, length, gradient, place) in enumerate(table):
+        blocks = [block for of, block in rows.blocks.tolist() if of == number]
+        assert blocks == list(range(-(-length // BLOCK)))
+        if length:
+            addresses = (parameter, gradient, mean, square, largest, low)
+            memory: list[Any] = [
+                None if dtype is None else vector(address, length, dtype)
+                for address, dtype in zip(addresses, rows.types, strict=True)
+            ]
+            own = scalars[place].clone()
+            own[5] = 1 / own[5]
+            adamw._update(*memory, own, kind)  # type: ignore[call-arg]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each table that steps send, which are by table as on a GPU."""
+    seen: list[int] = []
+    send = Table._send
+
+    def counted(self: Table, numbers: Sequence[Sequence[int]]) -> Tensor:
+        seen.append(len(numbers))
+        return send(self, numbers)
+
+    monkeypatch.setattr(Table, "_send", counted)
+    monkeypatch.setattr(optim, "is_triton", lambda device: True)
+    if not INTERPRETED:
+        monkeypatch.setattr(optim, "step_rows", step_by_address)
+    return seen
+
+
+class Pair:
+    """The same parameters under `FusedAdamW` and torch's."""
+
+    def __init__(self, **options: Any) -> None:
+        self.ours, self.theirs = parameters(), parameters()
+        self.own, self.other = optim.FusedAdamW(self.ours, **options), torch.optim.AdamW(self.theirs, **options)
+
+    def step(self, draws: bool = True) -> None:
+        if draws:
+            draw_gradients(self.ours, self.theirs)
+        self.own.step()
+        self.other.step()
+        for x, y in zip(self.ours, self.theirs, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+            if y in self.other.state:
+                assert torch.equal(self.own.state[x]["step"], self.other.state[y]["step"])
+
+
+def test_a_table_is_sent_if_something_moved(sent: list[int]) -> None:
+    pair, several = Pair(), len(SHAPES)
+    pair.step()
+    assert len(sent) == 3
+    assert sent.count(several) == 2
+    sent.clear()
+    pair.step(draws=False)
+    for p in pair.ours:
+        assert p.grad is not None
+        p.grad.mul_(2)  # in place
+    for p in pair.theirs:
+        assert p.grad is not None
+        p.grad.mul_(2)
+    pair.step(draws=False)
+    assert sent == []
+    kept = [p.grad for p in pair.ours]  # whose memory is not free for new ones
+    pair.step()
+    assert sent == [several]
+    sent.clear()
+    pair.own.state[pair.ours[0]]["exp_avg"] = pair.own.state[pair.ours[0]]["exp_avg"].clone()
+    pair.step(draws=False)
+    assert len(sent) == 3
+    assert len(kept) == several
+
+
+def replace_storage(own: list[nn.Parameter], optimizer: Any) -> None:
+    own[0].data = own[0].data.clone()
+
+
+def load_states(own: list[nn.Parameter], optimizer: Any) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    for held in state["state"].values():
+        held["exp_avg"] *= 0.5
+        held["step"] += 3
+    optimizer.load_state_dict(state)
+
+
+def change_counts(own: list[nn.Parameter], optimizer: Any) -> None:
+    optimizer.state[own[1]]["step"] += 3
+    optimizer.state[own[2]]["step"] = torch.tensor(7.0)
+    optimizer.state[own[3]]["step"].data = torch.tensor(9.0)
+    optimizer.state[own[4]]["step"].fill_(20)
+
+
+def change_moments(own: list[nn.Parameter], optimizer: Any) -> None:
+    optimizer.state[own[3]]["exp_avg"].mul_(0.5)
+    optimizer.state[own[4]]["exp_avg"] = optimizer.state[own[4]]["exp_avg"] * 0.5
+
+
+def forget_states(own: list[nn.Parameter], optimizer: Any) -> None:
+    del optimizer.state[own[0]]
+
+
+def add_group(own: list[nn.Parameter], optimizer: Any) -> None:
+    own.append(nn.Parameter(torch.ones(5, 3)))
+    optimizer.add_param_group({"params": own[-1:], "lr": 0.1})
+
+
+def change_options(own: list[nn.Parameter], optimizer: Any) -> None:
+    optimizer.param_groups[0].update(lr=0.5, weight_decay=0.3, betas=(0.8, 0.9), maximize=True)
+
+
+def transpose(own: list[nn.Parameter], optimizer: Any) -> None:
+    own[0].data = own[0].data.T.contiguous().T
+
+
+CHANGES = [
+    replace_storage,
+    load_states,
+    change_counts,
+    change_moments,
+    forget_states,
+    add_group,
+    change_options,
+    transpose,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_changes_between_steps_is_seen(sent: list[int], change: Callable[[list[nn.Parameter], Any], None]) -> None:
+    pair = Pair()
+    for _ in range(2):
+        pair.step()
+    change(pair.ours, pair.own)
+    change(pair.theirs, pair.other)
+    for _ in range(2):
+        pair.step()
+
+
+def test_a_gradient_that_is_not_there_for_a_step_is_not_counted(sent: list[int]) -> None:
+    pair = Pair()
+    for missing in (None, 4, None, 0, 0, None):
+        draw_gradients(pair.ours, pair.theirs)
+        if missing is not None:
+            pair.ours[missing].grad = pair.theirs[missing].grad = None
+        pair.step(draws=False)
+
+
+def test_a_gradient_in_another_layout_is_copied(sent: list[int]) -> None:
+    pair = Pair()
+    for _ in range(3):
+        draw_gradients(pair.ours, pair.theirs)
+        assert pair.ours[0].grad is not None
+        pair.ours[0].grad = pair.ours[0].grad.T.contiguous().T
+        pair.step(draws=False)
+
+
+def test_a_copy_has_a_table_of_its_own(sent: list[int]) -> None:
+    pair = Pair()
+    pair.step()
+    twin = copy.deepcopy(pair.own)
+    copied = twin.param_groups[0]["params"]
+    before = [p.detach().clone() for p in pair.ours]
+    draw_gradients(copied, pair.theirs)
+    twin.step()
+    pair.other.step()
+    for x, y, own, old in zip(copied, pair.theirs, pair.ours, before, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+        assert torch.equal(own, old)
+        assert pair.own.state[own]["step"] == 1
+
+
+def test_steps_that_were_counted_elsewhere_go_on(sent: list[int]) -> None:
+    first, second = Pair(), Pair()
+    first.step()
+    state = first.other.state_dict()  # whose tensors torch's optimizers share with those that load it
+    second.own.load_state_dict(state)
+    before = {number: float(held["step"]) for number, held in state["state"].items()}
+    draw_gradients(second.ours)
+    second.own.step()
+    assert {number: float(held["step"]) for number, held in state["state"].items()} == before
+    assert {float(held["step"]) for held in second.own.state.values()} == {2.0}
+    assert all(held["step"].dim() == 0 for held in second.own.state.values())
+
+
+def test_states_lie_where_wide_loads_find_them(sent: list[int]) -> None:
+    pair = Pair(amsgrad=True)
+    pair.step()
+    for p in pair.ours:
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert pair.own.state[p][name].data_ptr() % 16 == 0
+
+
+def test_gradients_that_are_negated_when_read_are_read_so() -> None:
+    ours, theirs = parameters(shapes=[(100,)]), parameters(shapes=[(100,)])
+    own, other = optim.FusedAdamW(ours), torch.optim.AdamW(theirs)
+    draw_gradients(ours, theirs)
+    assert ours[0].grad is not None
+    ours[0].grad = torch._neg_view(-ours[0].grad)
+    own.step()
+    other.step()
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-7)
 
 
 def test_any_dense_layout_is_updated_in_place() -> None:
@@ -248,7 +465,7 @@ def test_low_precision_parameters_are_rounded_as_by_the_fused_one_of_torch(devic
         own.step()
         other.step()
         for x, y in zip(ours, theirs, strict=True):
-            assert units(x.detach(), y.detach()) <= 1
+            assert units(x.detach(), y.detach()) <= 1 + SLACK
             assert own.state[x]["exp_avg"].dtype == torch.bfloat16
 
 

@@ -1,8 +1,8 @@
 """One pass of AdamW over memory: parameters, moments and copies in low precision, each element read and written once.
 
 On a processor
-Inductor compiles the pass to one loop; on a GPU all runs of a step are one kernel in Triton (`adamw_triton`). Knows
-runs and numbers; not optimizers.
+Inductor compiles the pass to one loop for each run; on a GPU a step is one kernel in Triton (`adamw_triton`). Knows
+memory and numbers; not optimizers.
 """
 
 from __future__ import annotations
@@ -18,40 +18,52 @@ from torch import Tensor
 
 from whale.errors import UsageError
 from whale.runtime.adamw_runs import Kind, Run
+from whale.runtime.adamw_table import Rows
 
-__all__ = ["is_triton", "step_runs"]
+__all__ = ["is_triton", "step_rows", "step_runs"]
 
 SMALLEST = 64
 """Elements of a run for which compiled code is worth its call: smaller ones are computed by torch's operators."""
 
 
 def is_triton(device: torch.device) -> bool:
-    """Whether runs on a device are one kernel in Triton, which its interpreter runs on a processor, for tests."""
+    """Whether a step on a device is one kernel in Triton, which its interpreter runs on a processor, for tests."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def step_runs(runs: Sequence[Run], scalars: Tensor, kind: Kind, found_inf: Tensor | None = None) -> None:
-    """Update all runs, of one device and the same number types.
+def step_rows(rows: Rows, scalars: Tensor, kind: Kind, found_inf: Tensor | None = None) -> None:
+    """Update all parameters of a table, by one kernel in Triton.
 
     Args:
-        runs: not overlapping.
+        rows: where they are.
         scalars: of shape (rows, NUM_SCALARS), on their device, in the type of `wide_of`.
         kind: the options of the pass.
-        found_inf: one number on the device; if it is not zero nothing is updated. For Triton alone.
+        found_inf: one number on the device; if it is not zero nothing is updated.
+
+    Raises:
+        UsageError: there is no Triton.
+    """
+    try:
+        from whale.runtime.adamw_triton import launch
+    except ImportError as error:
+        raise UsageError(
+            f"FusedAdamW needs Triton for parameters on a GPU ({error}): install it (pip install triton), or use "
+            "torch.optim.AdamW(..., fused=True)"
+        ) from error
+    launch(rows, scalars, kind, found_inf)
+
+
+def step_runs(runs: Sequence[Run], scalars: Tensor, kind: Kind) -> None:
+    """Update all runs, on a processor, by loops that Inductor compiles.
+
+    Args:
+        runs: not overlapping, of the same number types.
+        scalars: of shape (rows, NUM_SCALARS), in the type of `wide_of`.
+        kind: the options of the pass.
 
     Raises:
         UsageError: there is no compiler.
     """
-    if is_triton(scalars.device):
-        try:
-            from whale.runtime.adamw_triton import launch
-        except ImportError as error:
-            raise UsageError(
-                f"FusedAdamW needs Triton for parameters on a GPU ({error}): install it (pip install triton), or use "
-                "torch.optim.AdamW(..., fused=True)"
-            ) from error
-        launch(runs, scalars, kind, found_inf)
-        return
     for run in runs:
         update = _update if run.parameter.numel() < SMALLEST else _compiled(kind, *_types(run))
         update(*run[:-1], scalars[run.row], kind)

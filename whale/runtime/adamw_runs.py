@@ -11,7 +11,8 @@ __all__ = ["NUM_SCALARS", "Kind", "Run", "wide_of"]
 
 NUM_SCALARS = 8
 """Columns of the scalars of a pass: 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, -lr / (1 - beta1 ** step), the
-square root of 1 - beta2 ** step, eps, and the factor of gradients."""
+square root of 1 - beta2 ** step (its reciprocal for the kernel in Triton, as torch's operators divide by a number on a
+GPU), eps, and the factor of gradients."""
 
 
 class Kind(NamedTuple):

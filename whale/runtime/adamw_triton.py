@@ -1,12 +1,12 @@
-"""The pass of AdamW over all runs of a step as one kernel in Triton.
+"""The pass of AdamW over all parameters of a step as one kernel in Triton.
 
-Each program of the kernel updates a block of one run: a table has the addresses of the runs, and a list the run and the
-first element of each block. Divisions and roots are rounded as IEEE's.
+Each program of the kernel updates a block of one parameter, which it finds in a table of addresses (`adamw_table`).
+Sums and products are in the order of torch's operators on a GPU, and fused where theirs are; divisions and roots are
+rounded as IEEE's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from whale.runtime.adamw_runs import NUM_SCALARS, Kind, Run
+from whale.runtime.adamw_runs import NUM_SCALARS, Kind
+from whale.runtime.adamw_table import BLOCK, COLUMNS, Rows
 
 __all__ = ["launch"]
-
-BLOCK = 2048
-"""Elements of a program of the kernel."""
-
-_COLUMNS = 8
-"""Columns of the table: six addresses, the number of elements, and the row of the scalars."""
 
 _TYPES = {
     torch.float64: tl.float64,
@@ -34,11 +29,91 @@ _TYPES = {
 
 
 @triton.jit
+def _pointer(address, at, T: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers to elements; the compiler makes wide loads of those that it knows to be aligned."""
+    first = address.to(tl.pointer_type(T))
+    if ALIGNED:
+        first = tl.multiple_of(first, 16)
+    return first + at
+
+
+@triton.jit
+def _read(pointer, inside, WHOLE: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if WHOLE:  # a mask would make loads narrow
+        return tl.load(pointer).to(WIDE)
+    return tl.load(pointer, mask=inside, other=0.0).to(WIDE)
+
+
+@triton.jit
+def _write(pointer, x, inside, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if WHOLE:
+        tl.store(pointer, x.to(pointer.dtype.element_ty))
+    else:
+        tl.store(pointer, x.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _update(  # type: ignore[no-untyped-def]
+    row,
+    address,
+    c,
+    at,
+    inside,
+    WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    L: tl.constexpr,
+    C: tl.constexpr,
+    WIDE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    SCALED: tl.constexpr,
+    COPIES: tl.constexpr,
+):
+    parameter = _pointer(tl.load(row), at, P, ALIGNED)
+    gradient = _pointer(address, at, G, ALIGNED)
+    mean = _pointer(tl.load(row + 1), at, M, ALIGNED)
+    square = _pointer(tl.load(row + 2), at, V, ALIGNED)
+    g = _read(gradient, inside, WHOLE, WIDE)
+    m = _read(mean, inside, WHOLE, WIDE)
+    v = _read(square, inside, WHOLE, WIDE)
+    p = _read(parameter, inside, WHOLE, WIDE)
+    if SCALED:
+        g = g * tl.load(c + 7)
+        _write(gradient, g, inside, WHOLE)
+    if MAXIMIZE:
+        g = -g
+    zeros = tl.zeros_like(g)
+    own1 = zeros + tl.load(c + 1)
+    m = tl.where(own1 < 0.5, tl.fma(own1, g - m, m), tl.fma(m - g, 1.0 - own1, g))
+    v = tl.fma(zeros + tl.load(c + 3), g * g, v * tl.load(c + 2))
+    _write(mean, m, inside, WHOLE)
+    _write(square, v, inside, WHOLE)
+    if AMSGRAD:
+        largest = _pointer(tl.load(row + 3), at, L, ALIGNED)
+        v = tl.maximum(_read(largest, inside, WHOLE, WIDE), v)
+        _write(largest, v, inside, WHOLE)
+    if tl.constexpr(tl.float64) == WIDE:
+        part = m / (tl.sqrt(v) * tl.load(c + 5) + tl.load(c + 6))
+    else:
+        part = tl.div_rn(m, tl.sqrt_rn(v) * tl.load(c + 5) + tl.load(c + 6))
+    p = tl.fma(zeros + tl.load(c + 4), part, p * tl.load(c))
+    _write(parameter, p, inside, WHOLE)
+    if COPIES:
+        _write(_pointer(tl.load(row + 4), at, C, ALIGNED), p, inside, WHOLE)
+
+
+@triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    table,
+    fixed,
+    moving,
     blocks,
     scalars,
     found_inf,
+    ALIGNED: tl.constexpr,
     P: tl.constexpr,
     G: tl.constexpr,
     M: tl.constexpr,
@@ -55,100 +130,52 @@ def _kernel(  # type: ignore[no-untyped-def]
     SCALARS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    skips = False
-    if CHECKS:
-        skips = tl.load(found_inf) != 0
-    block = tl.program_id(0)
-    row = table + tl.load(blocks + 2 * block) * COLUMNS
-    at = tl.load(blocks + 2 * block + 1) + tl.arange(0, SIZE)
-    inside = (at < tl.load(row + 6)) & (not skips)
-    c = scalars + tl.load(row + 7) * SCALARS
-    parameter = tl.load(row).to(tl.pointer_type(P)) + at
-    gradient = tl.load(row + 1).to(tl.pointer_type(G)) + at
-    mean = tl.load(row + 2).to(tl.pointer_type(M)) + at
-    square = tl.load(row + 3).to(tl.pointer_type(V)) + at
-    g = tl.load(gradient, mask=inside, other=0.0).to(WIDE)
-    if SCALED:
-        g = g * tl.load(c + 7)
-        tl.store(gradient, g.to(G), mask=inside)
-    if MAXIMIZE:
-        g = -g
-    m = tl.load(mean, mask=inside, other=0.0).to(WIDE)
-    own1 = tl.load(c + 1)
-    fused = tl.fma(tl.zeros_like(m) + own1, g - m, m)  # as in torch's own
-    m = tl.where(own1 < 0.5, fused, g - (g - m) * (1.0 - own1))
-    v = tl.load(square, mask=inside, other=0.0).to(WIDE) * tl.load(c + 2) + tl.load(c + 3) * g * g
-    tl.store(mean, m.to(M), mask=inside)
-    tl.store(square, v.to(V), mask=inside)
-    if AMSGRAD:
-        largest = tl.load(row + 4).to(tl.pointer_type(L)) + at
-        v = tl.maximum(tl.load(largest, mask=inside, other=0.0).to(WIDE), v)
-        tl.store(largest, v.to(L), mask=inside)
-    p = tl.load(parameter, mask=inside, other=0.0).to(WIDE) * tl.load(c)
-    if tl.constexpr(tl.float64) == WIDE:
-        p = p + tl.load(c + 4) * m / (tl.sqrt(v) / tl.load(c + 5) + tl.load(c + 6))
+    if CHECKS:  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
+        if tl.load(found_inf) != 0:
+            return
+    program = tl.program_id(0)
+    number = tl.load(blocks + 2 * program)
+    first = tl.load(blocks + 2 * program + 1) * SIZE
+    row = fixed + number * COLUMNS
+    address = tl.load(moving + 2 * number)
+    c = scalars + tl.load(moving + 2 * number + 1) * SCALARS
+    at = first + tl.arange(0, SIZE)
+    length = tl.load(row + COLUMNS - 1)
+    # fmt: off
+    if first + SIZE <= length:
+        _update(
+            row, address, c, at, at < length, True, ALIGNED,
+            P, G, M, V, L, C, WIDE, MAXIMIZE, AMSGRAD, SCALED, COPIES,
+        )
     else:
-        below = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + tl.load(c + 5)) + tl.load(c + 6)
-        p = p + tl.div_rn(tl.load(c + 4) * m, below)
-    tl.store(parameter, p.to(P), mask=inside)
-    if COPIES:
-        copy = tl.load(row + 5).to(tl.pointer_type(C)) + at
-        tl.store(copy, p.to(C), mask=inside)
+        _update(
+            row, address, c, at, at < length, False, ALIGNED,
+            P, G, M, V, L, C, WIDE, MAXIMIZE, AMSGRAD, SCALED, COPIES,
+        )
+    # fmt: on
 
 
-def launch(runs: Sequence[Run], scalars: Tensor, kind: Kind, found_inf: Tensor | None) -> None:
-    """Update all runs by one kernel; see :func:`whale.runtime.adamw.step_runs`."""
-    runs = [run for run in runs if run.parameter.numel()]
-    if not runs:
+def launch(rows: Rows, scalars: Tensor, kind: Kind, found_inf: Tensor | None) -> None:
+    """Update all parameters of a table by one kernel; see :func:`whale.runtime.adamw.step_rows`."""
+    if not len(rows.blocks):
         return
-    table, blocks = _tables(runs, scalars.device)
-    types = [_TYPES[None if x is None else x.dtype] for x in runs[0][:-1]]
     options: dict[str, Any] = {} if scalars.device.type == "cpu" else {"enable_fp_fusion": False, "num_warps": 8}
-    _kernel[(len(blocks),)](
-        table,
-        blocks,
+    _kernel[(len(rows.blocks),)](
+        rows.fixed,
+        rows.moving,
+        rows.blocks,
         scalars,
         scalars if found_inf is None else found_inf,
-        *types,
+        rows.aligned,
+        *(_TYPES[dtype] for dtype in rows.types),
         WIDE=_TYPES[scalars.dtype],
         MAXIMIZE=kind.maximize,
         AMSGRAD=kind.amsgrad,
         SCALED=kind.scaled,
-        COPIES=runs[0].copy is not None,
+        COPIES=rows.types[-1] is not None,
         CHECKS=found_inf is not None,
-        COLUMNS=_COLUMNS,
+        COLUMNS=COLUMNS,
         SCALARS=NUM_SCALARS,
         SIZE=BLOCK,
         **options,
     )
-
-
-_kept: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-"""Tables on devices, and their sources on the host, by what is in them."""
-
-_MOST_KEPT = 64
-
-
-def _tables(runs: Sequence[Run], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The addresses of the runs, and the run and the first element of each block."""
-    rows = tuple(
-        (*(0 if x is None else x.data_ptr() for x in run[:-1]), run.parameter.numel(), run.row) for run in runs
-    )
-    key = (device, rows)
-    if key not in _kept:
-        firsts = [(n, first) for n, run in enumerate(runs) for first in range(0, run.parameter.numel(), BLOCK)]
-        is_cuda = device.type == "cuda"
-        own = [torch.tensor(numbers, dtype=torch.int64, pin_memory=is_cuda) for numbers in (rows, firsts)]
-        captures = is_cuda and torch.cuda.is_current_stream_capturing()
-        if not captures and len(_kept) >= _MOST_KEPT:
-            _kept.clear()
-        made = tuple(x.to(device, non_blocking=True) for x in own)
-        if captures:
-            _captured.append((*made, *own))
-            return made[0], made[1]
-        _kept[key] = made[0], made[1], own[0], own[1]
-    return _kept[key][:2]
-
-
-_captured: list[tuple[Tensor, ...]] = []
-"""Tables of CUDA graphs, which copy them to the device in each replay."""
