@@ -52,6 +52,20 @@ def test_autocast_inside_of_a_forward_acts(call: Callable[[nn.Module, Tensor], T
         assert torch.equal(own.grad, parameter.grad)
 
 
+def dropped(chance: float) -> Callable[[nn.Module, Tensor], Tensor]:
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        return x.sum() if torch.rand([]) < chance else layer(x).sum()
+
+    return call
+
+
+def test_a_layer_that_is_dropped_never_is_captured() -> None:
+    model = whale.parallelize(Wrapped(dropped(0.0)), X, device="cpu")
+    assert model.train_step(X).item() == pytest.approx(Wrapped(dropped(0.0))(X).item())  # type: ignore[attr-defined]
+    with pytest.raises(CaptureError, match="depends on a tensor's values"):
+        whale.parallelize(Wrapped(dropped(0.5)), X, device="cpu")
+
+
 class Monitored(nn.Module):
     """A head that only a metric reads, and a target that is computed without gradients."""
 

@@ -127,7 +127,22 @@ def _ctc_loss(
     return _reduced(losses, name)
 
 
+def _rand(*args: Any, **kwargs: Any) -> Tensor:
+    found: Any = torch.rand(*args, **kwargs)
+    found._is_drawn = found.dim() == 0
+    return found  # type: ignore[no-any-return]
+
+
+def _less(x: Any, other: Any) -> Any:
+    """``x < other``; a number that ``rand`` draws is not less than zero, as models ask that drop no layer."""
+    if isinstance(other, (int, float)) and other <= 0 and getattr(x, "_is_drawn", False):
+        return False
+    return torch.lt(x, other)
+
+
 STAND_INS: dict[Any, Callable[..., Any]] = {
+    torch.rand: _rand,
+    Tensor.lt: _less,
     F.l1_loss: _l1_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.ctc_loss: _ctc_loss,
