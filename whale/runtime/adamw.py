@@ -118,8 +118,10 @@ def _update(
         gradient.copy_(g)
     if kind.maximize:
         g = -g
-    m = torch.lerp(mean.to(wide), g, own1)
-    v = square.to(wide) * beta2 + own2 * g * g
+    # The compiler fuses a sum with its first product: these are the products that torch's operators fuse.
+    start, is_near = mean.to(wide), own1 < 0.5
+    m = torch.where(is_near, start, g) + torch.where(is_near, own1, own1 - 1) * (g - start)
+    v = own2 * g * g + square.to(wide) * beta2
     mean.copy_(m)
     square.copy_(v)
     if kind.amsgrad:
