@@ -25,8 +25,8 @@ class FusedAdamW(AdamW):
     """``torch.optim.AdamW`` in one pass over memory, which reads and writes each parameter and moment once.
 
     On a processor it is one loop that Inductor compiles, which takes some seconds before the first step; on a GPU one
-    kernel in Triton for all parameters of a group. Parameters that follow each other in memory, as the stretches that
-    a rank owns with ``zero=``, are updated together. Updates are those of torch's AdamW up to 2 units in the last
+    kernel in Triton for all parameters of a group. The loop takes parameters that follow each other in memory, as the
+    stretches that a rank owns with ``zero=``, together. Updates are those of torch's AdamW up to 2 units in the last
     place, and ``state_dict`` has the same form: either loads what the other saved.
 
     Args:
@@ -96,7 +96,7 @@ class FusedAdamW(AdamW):
         for number, group in enumerate(self.param_groups):
             for kinds, own in _alike(group["params"]).items():
                 if is_triton(kinds[0]):
-                    self._step_rows((number, *kinds), group, own, scale, found_inf)
+                    self._step_rows((number, *kinds, id(own[0])), group, own, scale, found_inf)
                 else:
                     self._step_runs(group, own, scale, found_inf)
         return loss
@@ -156,6 +156,8 @@ class FusedAdamW(AdamW):
             count = None if options[0] else self._joined_counts(own)
             held = self._held(group, own)
             watched = [x for x in self._watched(group, own) if x is not None]
+            if len(self._tables) >= _MOST_TABLES:
+                self._tables.clear()
             table = self._tables[key] = Table(options, watched, held, count)
         return table
 
@@ -222,6 +224,10 @@ class FusedAdamW(AdamW):
 
 
 _KEPT = ("exp_avg", "exp_avg_sq")
+
+_MOST_TABLES = 512
+"""Tables of an optimizer: one for each set of parameters that is stepped at once, as in a backward with
+``step_in_backward=True``."""
 
 
 class _Piece(NamedTuple):

@@ -368,6 +368,19 @@ def test_what_changes_between_steps_is_seen(sent: list[int], change: Callable[[l
         pair.step()
 
 
+def test_parameters_that_are_stepped_in_turns_have_a_table_each(sent: list[int]) -> None:
+    pair = Pair()
+    for turn in range(3):
+        draw_gradients(pair.ours, pair.theirs)
+        gradients = [(x.grad, y.grad) for x, y in zip(pair.ours, pair.theirs, strict=True)]
+        for part in (slice(0, 3), slice(3, 6)):
+            for n, (x, y) in enumerate(zip(pair.ours, pair.theirs, strict=True)):
+                x.grad, y.grad = gradients[n] if n in range(6)[part] else (None, None)
+            sent.clear()
+            pair.step(draws=False)
+            assert len(sent) == 3 if turn == 0 else len(sent) <= 1
+
+
 def test_a_gradient_that_is_not_there_for_a_step_is_not_counted(sent: list[int]) -> None:
     pair = Pair()
     for missing in (None, 4, None, 0, 0, None):

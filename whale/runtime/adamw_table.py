@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the kernel reads to find memory, on its device.
+    """Tables on a device by which the kernel finds memory.
 
     Attributes:
         fixed: of shape (parameters, COLUMNS).

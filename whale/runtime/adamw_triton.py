@@ -7,6 +7,7 @@ rounded as IEEE's.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -160,22 +161,23 @@ def launch(rows: Rows, scalars: Tensor, kind: Kind, found_inf: Tensor | None) ->
     if not len(rows.blocks):
         return
     options: dict[str, Any] = {} if scalars.device.type == "cpu" else {"enable_fp_fusion": False, "num_warps": 8}
-    _kernel[(len(rows.blocks),)](
-        rows.fixed,
-        rows.moving,
-        rows.blocks,
-        scalars,
-        scalars if found_inf is None else found_inf,
-        rows.aligned,
-        *(_TYPES[dtype] for dtype in rows.types),
-        WIDE=_TYPES[scalars.dtype],
-        MAXIMIZE=kind.maximize,
-        AMSGRAD=kind.amsgrad,
-        SCALED=kind.scaled,
-        COPIES=rows.types[-1] is not None,
-        CHECKS=found_inf is not None,
-        COLUMNS=COLUMNS,
-        SCALARS=NUM_SCALARS,
-        SIZE=BLOCK,
-        **options,
-    )
+    with torch.cuda.device(scalars.device) if scalars.is_cuda else nullcontext():  # Triton launches on the current one
+        _kernel[(len(rows.blocks),)](
+            rows.fixed,
+            rows.moving,
+            rows.blocks,
+            scalars,
+            scalars if found_inf is None else found_inf,
+            rows.aligned,
+            *(_TYPES[dtype] for dtype in rows.types),
+            WIDE=_TYPES[scalars.dtype],
+            MAXIMIZE=kind.maximize,
+            AMSGRAD=kind.amsgrad,
+            SCALED=kind.scaled,
+            COPIES=rows.types[-1] is not None,
+            CHECKS=found_inf is not None,
+            COLUMNS=COLUMNS,
+            SCALARS=NUM_SCALARS,
+            SIZE=BLOCK,
+            **options,
+        )
