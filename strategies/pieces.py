@@ -35,7 +35,7 @@ from whale.runtime.random import (
     uniform_numbers,
 )
 from whale.strategies.recompute import draws_numbers
-from whale.strategies.segments import Runs, Segment, is_work
+from whale.strategies.segments import FEWEST, Runs, Segment, is_work
 from whale.strategies.split_backward import owner
 from whale.strategies.traced_call import makes_alias, writes
 
@@ -202,9 +202,11 @@ class _Pieces(Runs):
         is_there = not isinstance(value, Tensor) or value.device.type == self.whole.device.type
         return is_there and getattr(value, "layout", torch.strided) is torch.strided
 
-    def counts(self, node: fx.Node) -> bool:
-        """Whether a node computes something: a recording without that is none."""
-        return super().counts(node) and (not makes_alias(node) or writes(node))
+    def counts(self, node: fx.Node) -> int:
+        """Operators that compute something, of which a compiled run has enough: a recording without them is none."""
+        if node.op == "call_module" and isinstance(getattr(self.old_root, str(node.target)), Segment):
+            return FEWEST
+        return super().counts(node) if not makes_alias(node) or writes(node) else 0
 
     def ends(self, node: fx.Node) -> bool:
         """All that the host does is in its order; a gradient of an earlier run is handed over meanwhile."""

@@ -20,9 +20,9 @@ from whale.graph.nodes import node_copy
 from whale.runtime.derivative import laid_out
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, wait_for
 
-__all__ = ["Runs", "Segment", "Segments", "is_work"]
+__all__ = ["FEWEST", "Runs", "Segment", "Segments", "is_work"]
 
-_FEWEST = 3
+FEWEST = 3
 """Operators in a run that is worth a function of its own."""
 
 
@@ -100,9 +100,9 @@ class Runs:
         """Whether the run ends before a node that is no part of it."""
         return any(used in self.inside for used in node.all_input_nodes)
 
-    def counts(self, node: fx.Node) -> bool:
-        """Whether a node is one of those that make a run worth a call."""
-        return is_work(node)
+    def counts(self, node: fx.Node) -> int:
+        """The number of operators in a node that make a run worth a call."""
+        return int(is_work(node))
 
     def module(self, number: int, outer: Sequence[fx.Node], graph: fx.Graph, results: Sequence[fx.Node]) -> nn.Module:
         """The module that runs a graph of what it reads, *outer*, to *results*."""
@@ -159,7 +159,7 @@ class Runs:
     def _close(self) -> None:
         """End the run: write a call of its function, then what waits for it."""
         nodes, self.current, inside, self.inside = self.current, [], self.inside, set()
-        if sum(map(self.counts, nodes)) < _FEWEST:
+        if sum(map(self.counts, nodes)) < FEWEST:
             for node in nodes:
                 self.copy(node)
         else:

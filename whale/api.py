@@ -324,8 +324,7 @@ def parallelize(
             "values that torch's seed gives: call torch.manual_seed with one seed on every rank"
         )
     check_hooks(model)
-    if not _may_be_on_host(model, plan, hosted) or any(x.device.type != "cpu" for x in model.parameters()):
-        _check_devices(model, launch.device)
+    _check_devices(model, launch.device)
     template = _meta_copy(model)
     choosing = automatic or "auto" in (recompute, zero, state_shares, hosted)
     if world is None and launch.size > 1 and (choosing or described.names_hosts or seats is not None):
@@ -449,14 +448,6 @@ def _offload(offload: str | Sequence[str] | None) -> Offload | Literal["auto"] |
         raise UsageError(str(error)) from None
 
 
-def _may_be_on_host(model: nn.Module, plan: Plan | str | PathLike[str] | None, hosted: str | None) -> bool:
-    """Whether parameters may be on the host, whatever the device is."""
-    told: set[str | None] = {hosted}
-    told |= {stage.offload for stage in plan.stages} if isinstance(plan, Plan) else set()
-    told |= {scope.strategy.offload for path in module_scopes(model).values() for scope in path}
-    return bool(told & {"state", "both", "auto"})
-
-
 def _check_precision(precision: str) -> None:
     if precision in ("fp8", "float8"):
         raise UsageError(
@@ -530,15 +521,16 @@ def _check_one_place(model: nn.Module, device: torch.device) -> None:
 
 
 def _check_devices(model: nn.Module, device: torch.device) -> None:
+    """Refuse tensors on another device; from the host's memory each rank copies its part."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type == "meta" or tensor.device == device:
+        if tensor.device.type in ("meta", "cpu") or tensor.device == device:
             continue
         if tensor.device.type == device.type and str(device) == device.type:  # no index: any device of the type
             continue
         why = name_of_unsupported(tensor.device.type)
         raise UsageError(
-            f"{name} is on {tensor.device}, but {f'{why}, and ' if why else ''}this rank computes on {device}: move "
-            f"the model with .to({str(device)!r}) before parallelize, or build it on the meta device"
+            f"{name} is on {tensor.device}, but {f'{why}, and ' if why else ''}this rank computes on {device}: leave "
+            f"the model on the host, or move it with .to({str(device)!r}) before parallelize"
         )
 
 

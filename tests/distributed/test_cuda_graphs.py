@@ -212,6 +212,11 @@ def test_what_draws_from_a_generator_is_named_once() -> None:
     assert found.num_replayed > 0
 
 
+def test_compiled_runs_between_operators_that_draw_numbers_are_recorded() -> None:
+    found = compared(gpt2, {}, compile=True)  # the CPU's recorder does not see what compiled functions write
+    assert found.num_replayed == 2 * found.num_recorded > 0
+
+
 def test_refusals(recorder: Callable[[], CpuRecorder]) -> None:
     def make(**options: Any) -> str:
         model, batch = small()

@@ -238,10 +238,12 @@ def test_groups_without_common_ranks_are_one_split(monkeypatch: pytest.MonkeyPat
     group = Bindable()
     group.bound_device_id = torch.device("cuda", 0)
     splits: list[list[list[int]]] = []
+    names: list[str] = []
 
     def split_group(split_ranks: list[list[int]], timeout: timedelta) -> str:
         assert timeout > timedelta(seconds=2 * 600)  # ours is noticed first
         splits.append(split_ranks)
+        names.append(dist.distributed_c10d._hash_ranks_to_str(split_ranks[0]))
         return f"group {len(splits)}"
 
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
@@ -249,6 +251,8 @@ def test_groups_without_common_ranks_are_one_split(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     made: Any = groups([(2, 3), (0, 1), (0, 2), (1, 3), (3,)], timeout_seconds=600)
     assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+    groups([(0, 1)], timeout_seconds=600)
+    assert len(set(names)) == 3  # also of equal ranks, whatever groups there were between
     outside = dist.GroupMember.NON_GROUP_MEMBER
     assert made == {(0, 1): outside, (0, 2): "group 2", (1, 3): outside, (2, 3): "group 1"}
     group._device_types.append(torch.device("cpu"))

@@ -130,7 +130,7 @@ def _ctc_loss(
 def _rand(*args: Any, **kwargs: Any) -> Tensor:
     found: Any = torch.rand(*args, **kwargs)
     found._is_drawn = found.dim() == 0
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _less(x: Any, other: Any) -> Any:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -405,10 +406,27 @@ def groups(
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for family in families(wanted):
         split: Sequence[list[int]] = [list(ranks) for ranks in family]
-        own = dist.split_group(split_ranks=split, timeout=_limit(timeout_seconds, bound))  # type: ignore[arg-type]
+        with _names_of_their_own():
+            own = dist.split_group(split_ranks=split, timeout=_limit(timeout_seconds, bound))  # type: ignore[arg-type]
         for ranks in family:
             made[ranks] = own if dist.get_rank() in ranks else dist.GroupMember.NON_GROUP_MEMBER  # type: ignore[assignment]
     return {ranks: made[ranks] for ranks in wanted}
+
+
+_splits = itertools.count(1)
+
+
+@contextlib.contextmanager
+def _names_of_their_own() -> Iterator[None]:
+    """Context for a split of the group of all ranks. torch names the new group by its ranks and the number of groups
+    that there are, and after some were destroyed that can be the name of another."""
+    module: Any = dist.distributed_c10d
+    named, number = module._hash_ranks_to_str, next(_splits)
+    module._hash_ranks_to_str = lambda ranks: f"whale:{number}:{'_'.join(map(str, ranks))}"
+    try:
+        yield
+    finally:
+        module._hash_ranks_to_str = named
 
 
 def _abort() -> None:
