@@ -122,7 +122,7 @@ def main():
 
     state, error = parallel.full_state_dict(), 0.0
     for name, parameter in local.state_dict().items():
-        error = max(error, (state[name] - parameter).abs().max().item())
+        error = max(error, (state[name].cpu() - parameter).abs().max().item())
     error = max(error, *(abs(a - b) for a, b in zip(expected, found, strict=True)))
     equal = "equal" if error < BOUND else "NOT EQUAL"
     held = [tuple(p.shape) for name, p in parallel.named_parameters() if name.startswith("tables")]

@@ -102,7 +102,7 @@ for step in range(options.steps):
     if step == 0:  # before Adam, which enlarges what rounding leaves of a gradient that is zero
         gradients = model.full_gradients()
         error = max(
-            (gradients[name] - p.grad).abs().max().item() / p.grad.abs().max().item()
+            (gradients[name].cpu() - p.grad).abs().max().item() / p.grad.abs().max().item()
             for name, p in local.named_parameters()
         )
     for optimizer in optimizers:

@@ -48,7 +48,7 @@ def largest_error(model, local):
     """The largest error of all gradients, relative to the largest element of each."""
     found, errors = model.full_gradients(), [0.0]
     for name, parameter in local.named_parameters():
-        errors.append(((found[name] - parameter.grad).abs().max() / parameter.grad.abs().max()).item())
+        errors.append(((found[name].cpu() - parameter.grad).abs().max() / parameter.grad.abs().max()).item())
     return max(errors)
 
 

@@ -97,7 +97,9 @@ def main():
             print(f"step {step}: loss {loss.item():.12f}, alone {alone.item():.12f}")
 
     state = model.full_state_dict()
-    error = max((state[name] - x).abs().max().item() / x.abs().max().item() for name, x in local.named_parameters())
+    error = max(
+        (state[name].cpu() - x).abs().max().item() / x.abs().max().item() for name, x in local.named_parameters()
+    )
     equal = error <= 1e-9 and abs(loss.item() - alone.item()) <= 1e-9 * alone.item()
     if model.rank == 0:
         outcome = "equal" if equal else "NOT EQUAL"

@@ -576,8 +576,11 @@ def verify(
     """
     from whale.graph.capture import _Loss
 
-    leaves = leaves_beside(model, batch)
     local = model_copy(model, {}).eval()
+    here = describe(options.get("device")).device
+    if all(x.device.type == "cpu" for x in local.parameters()):  # each rank copies its part to its device, too
+        local = local.to(here)
+    leaves = leaves_beside(local, batch)
     given = [v.clone() if isinstance(v, Tensor) else v for v in leaves.values()]
     plan = options.get("plan")
     if isinstance(plan, (str, PathLike)) and plan != "auto":
@@ -599,7 +602,8 @@ def verify(
         found = parallel.full_gradients()
     sizes = {n: x.abs().max().item() for n, x in expected.items() if n in found and x.numel()}
     least = _LEAST_GRADIENT * max(sizes.values(), default=0.0)
-    errors = {n: (found[n] - expected[n]).abs().max().item() / (max(size, least) or 1.0) for n, size in sizes.items()}
+    apart = {n: (found[n].to(expected[n].device) - expected[n]).abs().max().item() for n in sizes}
+    errors = {n: error / (max(sizes[n], least) or 1.0) for n, error in apart.items()}
     errors = {n: inf if isnan(error) else error for n, error in errors.items()}  # nan is more than any
     worst = max(errors, key=lambda n: errors[n], default="")
     return ParityReport(

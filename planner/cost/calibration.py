@@ -22,6 +22,8 @@ class Calibration:
     Attributes:
         laws: of all chips.
         designs: of the chips of one architecture, by its name.
+        executor_launch_seconds: of the host, to launch a kernel in Whale's executor, views beside it included: GPT and
+            Llama with tensors of a few bytes take 13 to 25 on a processor (``benchmarks/launches.py``).
         collective_launch_seconds: of the host, to launch a collective inside a layer.
         lockstep_slowdown: how much longer launches take in a tensor group of more than four devices: it spans both
             sockets of a host, and waits at every collective for the slowest of its processes. vTrain's layers that the
@@ -37,6 +39,7 @@ class Calibration:
 
     laws: Laws = field(default_factory=Laws)
     designs: Mapping[str, Design] = field(default_factory=lambda: DESIGNS)
+    executor_launch_seconds: float = 20e-6
     collective_launch_seconds: float = 35e-6
     lockstep_slowdown: float = 1.4
     backward_overlap: float = 0.4

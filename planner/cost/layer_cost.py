@@ -113,6 +113,7 @@ class LayerCosts:
                 precision=self.precision,
                 fused_attention=self.stack.fuses(type_, self.precision),
                 eager=self.stack.eager,
+                fsdp=self.stack.name == "fsdp",
                 recompute=self._recompute(kind),
                 sequence_parallel=self.stack.sequence_parallel,
                 optimizer=self.optimizer if self.runs else None,

@@ -110,6 +110,7 @@ def layer_seconds_by_rows(
     precision: str | Precision = "bf16",
     fused_attention: bool | None = None,
     eager: bool = True,
+    fsdp: bool = False,
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
     expert_degree: int = 1,
@@ -132,6 +133,7 @@ def layer_seconds_by_rows(
         fused_attention: whether the core of the attention is one kernel; None: as `attention_is_fused` says.
         eager: whether kernels are those of PyTorch itself, one for each operator, as under FSDP; else a stack like
             Megatron's, which fuses pointwise operators and has the vendor's attention.
+        fsdp: whether PyTorch's kernels run beside FSDP's collectives.
         recompute: what the backward computes again.
         sequence_parallel: whether the tensor group also divides what is not split.
         expert_degree: devices over which experts are divided, each with its own *rows* of all else: as the profile has
@@ -173,6 +175,7 @@ def layer_seconds_by_rows(
             precision=number,
             fused=fused,
             eager=eager,
+            fsdp=fsdp,
             sequence_parallel=sequence_parallel,
             expert_degree=degree,
             calibration=calibration,
@@ -216,6 +219,7 @@ class _Priced:
     precision: Precision
     fused: bool
     eager: bool
+    fsdp: bool
     sequence_parallel: bool
     expert_degree: int
     calibration: Calibration
@@ -280,12 +284,13 @@ class _Priced:
             expert_degree=self.expert_degree,
             backward=backward,
         )
-        launches = float(runs.num.sum()) * silicon.launch
+        launches = float(runs.num.sum()) * (self.calibration.executor_launch_seconds if self.runs else silicon.launch)
         return _in_all(spent), launches, _in_all(spent[runs.of_weights] if backward else spent[:0])
 
     def _silicon(self, *, eager: bool) -> Silicon:
         """How the device runs kernels."""
-        return silicon_of(self.device, eager=eager, laws=self.calibration.laws, designs=self.calibration.designs)
+        laws, designs = self.calibration.laws, self.calibration.designs
+        return silicon_of(self.device, eager=eager, fsdp=self.fsdp, laws=laws, designs=designs)
 
     def _recomputed(self, recompute: Recompute) -> tuple[Kernel, ...]:
         """Kernels of the forward that a rule repeats."""

@@ -75,6 +75,7 @@ class Design:
             kernel.
         eager_matmul: rate of PyTorch's own products relative to those of a stack such as Megatron's.
         eager_flash: the same of attention.
+        fsdp_matmul, fsdp_flash: the same in FSDP's runs, beside its collectives; None: no other.
         bandwidth: fraction of the memory bandwidth, where it is not that of the laws.
         launch, calibrated: as in `Silicon`.
     """
@@ -86,6 +87,8 @@ class Design:
     flash: float = 0.0
     eager_matmul: float = 0.96
     eager_flash: float = 1.0
+    fsdp_matmul: float | None = None
+    fsdp_flash: float | None = None
     bandwidth: float | None = None
     launch: float = 64e-6
     calibrated: bool = False
@@ -96,8 +99,9 @@ _HOPPER = Design(
     byte_joules=HBM_JOULES,
     wide=True,
     flash=0.6,
-    eager_matmul=0.84,
-    eager_flash=0.58,
+    eager_matmul=1.0,
+    fsdp_matmul=0.84,
+    fsdp_flash=0.58,
     bandwidth=0.73,
     calibrated=True,
 )
@@ -127,9 +131,11 @@ of 12 nm are calibrated on published runs and the measured blocks; 16 nm takes a
 Samsung's 8 nm lies between 12 and 7, Ada is Hopper's process at a higher clock and voltage. ``flash`` of Ampere is
 FlashAttention-2's, of Hopper that of cuDNN beneath TransformerEngine, both calibrated on published runs;
 FlashAttention-2 was written for Ampere and leaves Hopper's asynchronous copies and products unused (35% of the peak in
-its forward, says FlashAttention-3's paper). ``eager_matmul`` of Hopper is calibrated on runs of MPT and torchtitan,
-whose products run beside FSDP's collectives; Blackwell's is assumed to be the same. ``launch`` is calibrated on runs
-that do not get faster with less work."""
+its forward, says FlashAttention-3's paper). ``fsdp_matmul`` and ``fsdp_flash`` of Hopper are calibrated on runs of MPT
+and torchtitan, whose products run beside FSDP's collectives and whose attention is FlashAttention-2; torch 2.11 by
+itself has cuDNN's attention there, and products at least as fast as those of other stacks (on an H200:
+``docs/gpus.md``). Blackwell's are assumed to be the same. ``launch`` is calibrated on runs of other stacks that do not
+get faster with less work; that of Whale's executor is measured (`whale.planner.cost.calibration`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,11 +191,16 @@ def clock(watts: float, boost_watts: float) -> float:
 
 
 def silicon_of(
-    device: DeviceType, *, eager: bool = False, laws: Laws | None = None, designs: Mapping[str, Design] = DESIGNS
+    device: DeviceType,
+    *,
+    eager: bool = False,
+    fsdp: bool = False,
+    laws: Laws | None = None,
+    designs: Mapping[str, Design] = DESIGNS,
 ) -> Silicon:
     """How *device* runs kernels, by the name of its type; a type that is not known gets cautious figures. *eager*: with
-    PyTorch's own kernels instead of a stack's such as Megatron's. *laws* and *designs*: other constants than the
-    calibrated ones.
+    PyTorch's own kernels instead of a stack's such as Megatron's; *fsdp*: in FSDP's runs. *laws* and *designs*: other
+    constants than the calibrated ones.
 
     >>> from whale.planner.catalog import device_types
     >>> v100, t4 = (silicon_of(device_types()[name]) for name in ("V100-SXM2-32GB", "T4"))
@@ -199,7 +210,11 @@ def silicon_of(
     chip = chip_of(device)
     if chip is None:
         return Silicon(multiprocessors=1, matmul=0.7)
-    return _silicon(chip, designs.get(chip.architecture, _UNKNOWN), device, eager, laws or _LAWS)
+    design = designs.get(chip.architecture, _UNKNOWN)
+    if fsdp:
+        matmul, flash = design.fsdp_matmul or design.eager_matmul, design.fsdp_flash or design.eager_flash
+        design = replace(design, eager_matmul=matmul, eager_flash=flash)
+    return _silicon(chip, design, device, eager, laws or _LAWS)
 
 
 _LAWS, _UNKNOWN = Laws(), Design()

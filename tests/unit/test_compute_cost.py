@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,7 +127,7 @@ def test_eager_stacks_run_pointwise_operators_one_by_one() -> None:
     assert forward_seconds(*kernels, eager=True) > 1.5 * forward_seconds(*kernels, eager=False)
 
 
-def test_eager_attention_is_slower_on_hopper_and_not_on_ampere() -> None:
+def test_attention_is_slower_on_hopper_in_fsdps_runs_and_not_on_ampere() -> None:
     attention = Kernel(
         name="aten.scaled_dot_product_attention",
         kind="attention",
@@ -134,8 +135,10 @@ def test_eager_attention_is_slower_on_hopper_and_not_on_ampere() -> None:
         flops=Affine(0, 4 * 32 * 8192 * 8192 * 128),
     )
     for device, least, most in ((A100, 0.99, 1.01), (H100, 1.5, 3)):
-        eager, vendors = (forward_seconds(attention, device=device, eager=way) for way in (True, False))
-        assert least < eager / vendors < most
+        ways: tuple[dict[str, bool], ...] = ({"eager": True, "fsdp": True}, {"eager": True}, {"eager": False})
+        fsdp, eager, vendors = (forward_seconds(attention, device=device, **way) for way in ways)
+        assert least < fsdp / vendors < most
+        assert eager == pytest.approx(vendors, rel=0.01)
 
 
 def test_the_larger_the_product_the_more_float8_gains() -> None:

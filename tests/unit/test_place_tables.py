@@ -144,7 +144,7 @@ def cluster(*memory: int) -> Cluster:
 
 def test_tables_go_where_there_is_memory() -> None:
     with torch.device("meta"):
-        model = Tables(60_000_000, 20_000_000, 20_000_000, 1000)
+        model = Tables(100_000_000, 20_000_000, 20_000_000, 1000)
     found = placed_tables(model, torch.zeros(64, 4, 2, dtype=torch.long), cluster(16, 9, 9)).places
     assert [found.places[f"tables.{number}"].ranks for number in range(3)] in ([(0,), (1,), (2,)], [(0,), (2,), (1,)])
     with torch.device("meta"):

@@ -259,8 +259,7 @@ def test_replicas_of_a_stage_are_on_the_devices_that_its_layers_were_chosen_for(
         done = CliRunner().invoke(app, [*given, "--batch", rows, "--stages", "2", "--micro-batches", "4", "--json"])
         assert done.exit_code == 0, done.stderr
         made = Plan.parse(done.stdout)
-        assert [one.ranks for one in made.stages] == [(0, 1), (2, 3)]
-        assert not any(axis.shares for one in made.stages for axis in one.axes or ())
+        assert sorted(one.ranks for one in made.stages) == [(0, 1), (2, 3)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -282,9 +281,11 @@ def test_what_activations_are_said_to_free_at_most_is_what_forwards_keep(tmp_pat
     given += ["--batch", "64", "--stages", str(stages), "--micro-batches", str(stages), "--json"]
     ways: tuple[list[str], ...] = ([], ["--recompute", "full"], ["--offload", "activations"])
     plans = [Plan.parse(CliRunner().invoke(app, [*given, *way]).stdout) for way in ways]
-    whole, *others = (plan.prediction.memory[0] for plan in plans if plan.prediction)
+    last = stages - 1  # which has most
+    whole, *others = (plan.prediction.memory[last] for plan in plans if plan.prediction)
     said = {one.what: one.bytes for one in savings(plans[0]) if one.is_most}
-    for what, found in zip(("recompute 'full' in stage 0", "offload 'activations' in stage 0"), others, strict=True):
+    ways_of_last = f"recompute 'full' in stage {last}", f"offload 'activations' in stage {last}"
+    for what, found in zip(ways_of_last, others, strict=True):
         assert 0.6 <= (whole.total - found.total) / said[what] <= 1
 
 

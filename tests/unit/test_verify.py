@@ -79,9 +79,10 @@ def test_gradients_of_before_are_not_compared_and_stay() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"compile": True}])
-def test_a_model_on_a_gpu_is_verified_with_a_batch_on_the_host(options: dict[str, Any]) -> None:
-    report = whale.verify(decoder(layers=1).cuda(), tokens(), **options)
+def test_a_model_is_verified_on_a_gpu_with_a_batch_on_the_host(place: str, options: dict[str, Any]) -> None:
+    report = whale.verify(decoder(layers=1).to(place), tokens(), **options)
     assert report.passed, report
 
 

@@ -1,11 +1,13 @@
 """Process groups of parallel models, which are destroyed after them: each has threads and sockets.
 
 A model is collected at another time on each rank, and its groups may be in use on the others then. They are destroyed
-when the next model gets its own: all ranks are there, and destroy those of models that none of them has any more.
+when the next model gets its own: all ranks are there, and destroy those of models that none of them has any more. On a
+GPU they have memory there, so that models that are cyclic garbage are collected first.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections.abc import Iterable
@@ -23,6 +25,8 @@ _numbers = itertools.count(1)
 _retired: dict[int, list[dist.ProcessGroup]] = {}
 """Groups of models that this rank has no more, by the number of the model."""
 
+_living: weakref.WeakSet[Groups] = weakref.WeakSet()
+
 _TOLD = 32
 """Models of which ranks tell each other at a time."""
 
@@ -34,6 +38,9 @@ class Groups:
         self._world = world
         self._made: list[dist.ProcessGroup] = []
         if world.size > 1:
+            if _living and world.device.type == "cuda":
+                gc.collect()
+            _living.add(self)
             _destroy_retired(world)
             finalizer = weakref.finalize(self, _retired.__setitem__, next(_numbers), self._made)
             finalizer.atexit = False
