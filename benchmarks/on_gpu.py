@@ -73,18 +73,20 @@ def case(name: str, small: bool) -> str:
         made = load_model(spec, sizes, batch_size=rows, device=DEVICE)
         return made.model.train(), {key: x.to(DEVICE) for key, x in made.batch.items()}
 
-    model, batch = loaded()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    def local() -> tuple[float, int]:
+        model, batch = loaded()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-    def plain() -> None:
-        with torch.autocast(DEVICE, dtype) if dtype is not None else nullcontext():
-            loss = model(**batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        def step() -> None:
+            with torch.autocast(DEVICE, dtype) if dtype is not None else nullcontext():
+                loss = model(**batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    torch_seconds, torch_peak = timed(plain)
-    del model, optimizer, plain
+        return timed(step)
+
+    torch_seconds, torch_peak = local()
     gc.collect()
     model, batch = loaded()
     own = {key: value for key, value in options.items() if key not in ("compile", "cuda_graphs")}

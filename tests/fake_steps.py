@@ -262,7 +262,7 @@ def halves(spec: str) -> list[int]:
 
 
 def advice(name: str) -> str:
-    """What a rank that is out of memory says."""
+    """The advice of a rank that is out of memory."""
     cluster, traced = Cluster.homogeneous(SIZE), traced_on(DEVICE, MODEL)
     annotated = Options(default=whale.replicate().strategy, **SAVING[name])
     compilation = compile_traced(traced, cluster, annotated, device=DEVICE)
