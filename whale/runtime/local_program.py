@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from whale.ir.garbage import without_collections
 from whale.runtime.collectives import CollectiveModule, Group
+from whale.runtime.direct_calls import called_directly
 
 __all__ = [
     "Derivative",
@@ -83,7 +84,10 @@ class LocalCode:
     @cached_property
     def function(self) -> Callable[..., Any]:
         """The graph as a function of a root with its modules, and of its placeholders."""
-        return type(self.module).forward if self.unbound is None else self.unbound.function
+        if self.unbound is not None:
+            return self.unbound.function
+        with called_directly(self.graph):
+            return type(self.module).forward
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
