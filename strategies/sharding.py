@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,7 @@ from whale.strategies.bridge_prices import Prices, all_reduce_price, conversion_
 from whale.strategies.forms import ASKED, COLLECTIVES
 from whale.strategies.routes import ROUTED
 from whale.strategies.sequences import Ways, allowed_ways, repetitions
-from whale.strategies.states import Canonical, Known, Priced, State, canonical, undominated, with_gradient
+from whale.strategies.states import Canonical, Known, Moves, Priced, State, canonical, undominated, with_gradient
 
 _RESHAPED = {
     torch.ops.aten.reshape.default, torch.ops.aten.expand.default, torch.ops.aten.transpose.int,
@@ -198,7 +198,7 @@ class _Solver:
         self.describe = cache(self._describe)
         self.priced = cache(self._priced)
         self.bridges: dict[tuple, float] = {}
-        self.emulations: dict[tuple, float] = {}
+        self.reached: dict[tuple, float] = {}
         self.steps: dict[tuple[int, tuple[int, ...]], tuple[_SegmentPrices, list[_Step]]] = {}
         split = {v for n in problem.nodes if problem.along[n] is None for v in analysis.ops[n].operands}
         self.whole = problem.parameters - split
@@ -332,12 +332,16 @@ class _Solver:
             self.bridges[at] = cost + (_FORBIDDEN if kind == "P" and a[0] == "S" else 0.0)
         return self.bridges[at]
 
-    def emulate(self, have: frozenset[Canonical], want: frozenset[Canonical], info: tuple) -> float:
-        """Price of bridging a value from *have* to every placement in *want*."""
+    def reach(self, info: tuple, have: frozenset[Canonical], want: Canonical) -> float:
+        """Price of bridging a value with this description, which is placed as in *have*, to another placement."""
         at = (have, want, info[:3])
-        if at not in self.emulations:
-            self.emulations[at] = sum(min(self.bridge(a, b, info) for a in have) for b in want if b not in have)
-        return self.emulations[at]
+        if at not in self.reached:
+            self.reached[at] = min([self.bridge(a, want, info) for a in have])
+        return self.reached[at]
+
+    def _moves(self, value: Value, placed: Sequence[frozenset[Canonical]]) -> Moves:
+        """Prices of a value that is live between segments in each of the sets in which it may be *placed*."""
+        return Moves.between(placed, lambda _: 0.0, partial(self.reach, self.describe(value)))
 
     def solve(self) -> AxisSolution:
         """Run the program over the segments and read the best path back."""
@@ -362,8 +366,7 @@ class _Solver:
             beam = undominated(
                 live,
                 found,
-                lambda value, placed: 0.0,
-                lambda value, have, want: self.emulate(have, want, self.describe(value)),
+                self._moves,
                 lambda value: value in self.weights,
             )
         best_key = min(beam, key=lambda key: beam[key][0] + self._final_cost(zip(live, key, strict=True)))
@@ -442,7 +445,7 @@ class _Solver:
                     if key not in found or total < found[key][0]:
                         found[key] = (total, (path, number))
             live = step.live
-            beam = undominated(live, found, prices.pending, prices.emulate, prices.is_stored)
+            beam = undominated(live, found, prices.moves, prices.is_stored)
         ends = []
         for state, (cost, path) in beam.items():
             decisions: list[int] = []
@@ -540,8 +543,7 @@ class _SegmentPrices:
         self._replicate_partial = {grad: segment.numbered(canonical(REPLICATE_PARTIAL), grad) for grad in (False, True)}
         self.first = cache(self._first)
         self.further = cache(self._further)
-        self.pending = cache(self._pending)
-        self.emulate = cache(self._emulate)
+        self.moves = cache(self._moves)
 
     def number(self, placed: frozenset[Canonical]) -> int:
         """The number of a set of placements."""
@@ -573,22 +575,22 @@ class _SegmentPrices:
         available = self.sets[placed]
         if want in available:
             return 0.0, placed
-        price = min(self.solver.bridge(a, want, self.info[value]) for a in available)
-        return price, self.number(available | {want})
+        return self.solver.reach(self.info[value], available, want), self.number(available | {want})
 
-    def _pending(self, value: int, placed: int) -> float:
+    def _pending(self, value: int, placed: frozenset[Canonical]) -> float:
         """Price of summing a value that is a term of a sum everywhere."""
         problem = self.solver.problem
-        terms = all(p[0] == "P" for p in self.sets[placed])
+        terms = all(p[0] == "P" for p in placed)
         return all_reduce_price(self.info[value][0], problem.size, problem.prices) if terms else 0.0
 
     def is_stored(self, value: int) -> bool:
         """Whether a value is a parameter that may be sharded, which is then never gathered."""
         return bool(self.info[value][2] == "P")
 
-    def _emulate(self, value: int, have: int, want: int) -> float:
-        """Price of bridging a value from one set of placements to all of another."""
-        return self.solver.emulate(self.sets[have], self.sets[want], self.info[value])
+    def _moves(self, value: int, placed: tuple[int, ...]) -> Moves:
+        """Prices of a value in each of the sets in which it may be *placed*."""
+        sets = [self.sets[one] for one in placed]
+        return Moves.between(sets, partial(self._pending, value), partial(self.solver.reach, self.info[value]))
 
 
 def solve_time(

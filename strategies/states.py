@@ -11,19 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from whale.ir.placement import Placement
 
-__all__ = ["BEAM", "Canonical", "Known", "Priced", "State", "canonical", "undominated", "with_gradient"]
+__all__ = ["BEAM", "Canonical", "Known", "Moves", "Priced", "State", "canonical", "undominated", "with_gradient"]
 
 BEAM = 24
 """Number of states that are kept, of those that store the same matrices in the same way."""
 
 WAYS = 16
 """Number of ways to store matrices of which states are kept: between layers that share weights there are thousands."""
-
-_BLOCK = 128
-"""Number of states that are compared at a time."""
 
 Canonical = tuple[str, int, int]
 """A placement as a tuple: kind, dim, factor (or, inside a segment, the factor's number)."""
@@ -32,6 +30,7 @@ State = tuple[tuple[int, frozenset[Canonical]], ...]
 """The values that are live before or after a segment, by their numbers in it, each with the placements that it has."""
 
 V = TypeVar("V")
+P = TypeVar("P")
 
 
 def canonical(placement: Placement) -> Canonical:
@@ -69,54 +68,82 @@ class Known:
     ways: dict[tuple[int, State], list[tuple[State, float, tuple[int, ...]]]] = field(default_factory=dict)
 
 
+class Moves(NamedTuple):
+    """Prices of a value in each of some sets of placements.
+
+    Attributes:
+        pending: for each set, what it takes to sum the value.
+        emulated: for each set and each other one, what it takes to have the value placed as in the other.
+    """
+
+    pending: npt.NDArray[np.float64]
+    emulated: npt.NDArray[np.float64]
+
+    @classmethod
+    def between(
+        cls,
+        sets: Sequence[frozenset[P]],
+        pending: Callable[[frozenset[P]], float],
+        reach: Callable[[frozenset[P], P], float],
+    ) -> Moves:
+        """The prices between all *sets*: of a placement that is not in a set, by *reach*."""
+        reached = {
+            one: np.array([0.0 if one in have else reach(have, one) for have in sets])
+            for one in frozenset().union(*sets)
+        }
+        emulated = np.zeros((len(sets), len(sets)))
+        for number, want in enumerate(sets):
+            for one in want:
+                emulated[:, number] += reached[one]
+        return cls(np.array([pending(have) for have in sets]), emulated)
+
+
 def undominated(
     values: Sequence[V],
     found: Mapping[Any, tuple[float, Any]],
-    pending: Callable[[V, Any], float],
-    emulate: Callable[[V, Any, Any], float],
+    moves: Callable[[V, tuple[Any, ...]], Moves],
     is_stored: Callable[[V], bool],
 ) -> dict[Any, tuple[float, Any]]:
     """The states that no cheaper state dominates, best first, and at most :data:`BEAM` for each of at most :data:`WAYS`
     ways to place the values that are stored.
 
-    A state has the placements of each of the *values*. Best is the least with what is *pending* of its values;
-    *emulate* prices what it takes to have a value placed as in another. This is sound: a dominated state's continuation
+    A state has the placements of each of the *values*. Best is the least with what is pending of its values; *moves*
+    prices what it takes to have a value placed as in another state. This is sound: a dominated state's continuation
     is available to the dominating state at the same price. What *is_stored* is never moved, so no state stands for
     those that store it otherwise: a matrix that the first and the last operator read is cut for both, and what suits
     the last shows at the end.
     """
     states = list(found)
+    if len(states) == 1:
+        return dict(found)
     costs = np.array([cost for cost, _ in found.values()])
-    expected, stored = np.zeros(len(states)), list[Any]()
+    expected = np.zeros(len(states))
     differing: list[tuple[Any, Any]] = []  # for each value the numbers of its placements, and prices between these
+    stored: list[Any] = []
     for value, column in zip(values, zip(*states, strict=True), strict=True):
         numbers = {placed: number for number, placed in enumerate(dict.fromkeys(column))}
+        pending, emulated = moves(value, tuple(numbers))
+        if len(numbers) == 1:
+            expected += pending
+            continue
         places = np.fromiter(map(numbers.__getitem__, column), dtype=np.intp, count=len(states))
-        expected += np.array([pending(value, placed) for placed in numbers])[places]
-        if len(numbers) > 1:
-            table = [[0.0 if have == want else emulate(value, have, want) for want in numbers] for have in numbers]
-            differing.append((places, np.array(table)))
-            stored += [places] if is_stored(value) else []
+        expected += pending[places]
+        differing.append((places, emulated))
+        stored += [places] if is_stored(value) else []
     order = np.lexsort((costs, costs + expected))
     ways = list(zip(*(places[order].tolist() for places in stored), strict=True)) or [()] * len(states)
+    costs = costs[order]
+    emulations = [(places[order].tolist(), emulated[:, places[order]]) for places, emulated in differing]
+    dominated = np.zeros(len(states), dtype=bool)
     num: dict[tuple[int, ...], int] = {}
     kept: list[int] = []
-    for begin in range(0, len(states), _BLOCK):
-        own = order[begin : begin + _BLOCK]
-        others = np.concatenate([np.array(kept, dtype=np.intp), own])
-        gaps = costs[None, own] - costs[others, None]  # what a state costs more than each, which has to be as it is
-        for places, table in differing:
-            gaps -= table[places[others, None], places[None, own]]
-        dominates = gaps >= 0
-        by_kept = dominates[: len(kept)].any(0).tolist()
-        bits = np.packbits(dominates[len(kept) :], axis=0, bitorder="little").T.tolist()
-        new = 0  # the states of the block that are kept, as bits
-        for place, number in enumerate(own.tolist()):
-            way = ways[begin + place]
-            if by_kept[place] or num.get(way, 0) == BEAM or (way not in num and len(num) == WAYS):
-                continue
-            if not int.from_bytes(bits[place], "little") & new:
-                new |= 1 << place
-                num[way] = num.get(way, 0) + 1
-                kept.append(number)
-    return {states[number]: found[states[number]] for number in kept}
+    for place, way in enumerate(ways):
+        if dominated[place] or num.get(way, 0) == BEAM or (way not in num and len(num) == WAYS):
+            continue
+        num[way] = num.get(way, 0) + 1
+        kept.append(place)
+        gaps = costs - costs[place]  # what a state costs more than this one, which has to be as it is
+        for have, prices in emulations:
+            gaps -= prices[have[place]]
+        dominated |= gaps >= 0
+    return {states[number]: found[states[number]] for number in order[kept].tolist()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from whale.ir.cluster import Cluster
 from whale.runtime.collectives import Bridge
 from whale.strategies import sharding
 from whale.strategies.dry_run import TaskCalls, dry_run
-from whale.strategies.states import BEAM, WAYS, undominated
+from whale.strategies.states import BEAM, WAYS, Moves, undominated
 
 
 def gpt2(layers: int = 2, hidden: int = 64, heads: int = 4, vocabulary: int = 4001, **settings: Any) -> nn.Module:
@@ -85,14 +86,18 @@ def test_a_table_is_cut_on_all_stages_as_its_last_reader_needs_it() -> None:
     assert "all_to_all" not in [one.conversion.forward_collective for one in program.bridges if isinstance(one, Bridge)]
 
 
+def _moves(placed: Sequence[int], price: float) -> Moves:
+    """The moves of a value between single placements, each as far from the others."""
+    return Moves.between([frozenset({one}) for one in placed], lambda _: 0.0, lambda have, want: price)
+
+
 def test_a_way_to_store_a_matrix_stays_until_its_last_reader_shows_what_it_is_worth() -> None:
     cheap = {(0, place): (1.0, place) for place in range(2 * BEAM)}  # the matrix, and a value that may be anywhere
     dear = {(1, 0): (100.0, "vocabulary")}
     kept = undominated(
         ["matrix", "value"],
         cheap | dear,
-        lambda value, placed: 0.0,
-        lambda value, have, want: 1e15 if value == "matrix" else 1.0,
+        lambda value, placed: _moves(placed, 1e15 if value == "matrix" else 1.0),
         lambda value: value == "matrix",
     )
     assert len(kept) == BEAM + 1
@@ -117,8 +122,7 @@ def test_ways_to_store_matrices_are_limited() -> None:
     kept = undominated(
         ["one", "other", "third"],
         {(a, b, c): (float(a + b + c), None) for a in range(9) for b in range(9) for c in range(9)},
-        lambda value, placed: 0.0,
-        lambda value, have, want: 1e15,
+        lambda value, placed: _moves(placed, 1e15),
         lambda value: True,
     )
     assert len(kept) == WAYS
