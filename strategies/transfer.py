@@ -7,7 +7,8 @@ source's. If several ranks have the same part, a target reads from itself if it 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, product
 
 from whale.ir.program import Box, Transfer
@@ -79,7 +80,8 @@ def region_shape(region: Region) -> tuple[int, ...]:
     return tuple(sum(stop - start for start, stop in dim) for dim in region)
 
 
-def _boxes(region: Region) -> Iterator[tuple[Box, Box]]:
+@lru_cache(maxsize=65536)
+def _boxes(region: Region) -> tuple[tuple[Box, Box], ...]:
     """(place in the whole tensor, place in the local tensor) of every contiguous box of a region."""
     per_dim: list[list[tuple[Interval, Interval]]] = []
     for dim in region:
@@ -88,8 +90,9 @@ def _boxes(region: Region) -> Iterator[tuple[Box, Box]]:
             pairs.append(((start, stop), (offset, offset + stop - start)))
             offset += stop - start
         per_dim.append(pairs)
-    for combination in product(*per_dim):
-        yield tuple(pair[0] for pair in combination), tuple(pair[1] for pair in combination)
+    return tuple(
+        (tuple([whole for whole, _ in pairs]), tuple([local for _, local in pairs])) for pairs in product(*per_dim)
+    )
 
 
 def _intersection(a: Sequence[Interval], b: Sequence[Interval]) -> Box | None:

@@ -65,7 +65,9 @@ class ChainStage(Offloading):
     @property
     def owned(self) -> tuple[float, ...]:
         """The parts of the state that replicas own; () are equal ones."""
-        found = tuple(self.share(index) for index in range(self.data)) if self.level else ()
+        if self.state is None or not self.state.shares or not self.level:
+            return ()
+        found = tuple(self.share(index) for index in range(self.data))
         return found if len(set(found)) > 1 else ()
 
     @property

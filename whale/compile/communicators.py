@@ -74,13 +74,14 @@ def _lines(compilation: Compilation) -> set[tuple[int, ...]]:
 
 def _columns(compilation: Compilation) -> set[tuple[int, ...]]:
     """The ranks that have columns of the same rows of a table with sparse gradients, whose rows have one state."""
-    captured, shards = compilation.captured, compilation.shards()
-    found = set[tuple[int, ...]]()
-    for node in captured.graph.nodes:
-        if node.op == "placeholder" and node.name in captured.parameters and has_sparse_gradient((node, 0)):
-            shard = shards[captured.parameters[node.name]]
-            found |= {shard.ranks_of_columns(rank) for rank in shard.parts}
-    return found - {()}
+    captured = compilation.captured
+    names = {
+        captured.parameters[node.name]
+        for node in captured.graph.nodes
+        if node.op == "placeholder" and node.name in captured.parameters and has_sparse_gradient((node, 0))
+    }
+    shards = compilation.shards() if names else {}
+    return {shards[name].ranks_of_columns(rank) for name in names for rank in shards[name].parts} - {()}
 
 
 def _has_messages(edge: Edge, direction: Direction) -> bool:

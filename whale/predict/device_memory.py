@@ -106,9 +106,9 @@ def bytes_of_communicators(compilation: Compilation) -> dict[int, float]:
                     peers.setdefault((direction, target), {})[source] = None
     found = dict.fromkeys(everyone, 0.0)
     for purpose, ranks in (Communicator("all", everyone), *communicators(compilation, for_messages=True)):
-        bandwidth = cluster.least_bandwidth(ranks)
+        bandwidth, members = cluster.least_bandwidth(ranks), set(ranks)
         for rank in ranks if bandwidth else ():
-            others = len(peers.get((purpose, rank), {}).keys() & set(ranks))
+            others = len(peers.get((purpose, rank), {}).keys() & members)
             if others or purpose not in DIRECTIONS:
                 found[rank] += communicator_bytes(bandwidth, len(ranks), others)
     return found

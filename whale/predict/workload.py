@@ -50,7 +50,8 @@ def workload_of(
     moving = _moving(costs, boundaries)
     works, measured, update = [], True, [0.0] * len(costs.cluster.devices)
     backwards: dict[tuple[int, int], Backward] = {}
-    divided, layer_of = _Divided.of(compilation, costs), _layers_of(costs.profile.paths)
+    sizes = bucket_bytes(compilation)
+    divided, layer_of = _Divided.of(compilation, costs, sizes), _layers_of(costs.profile.paths)
     for stage, own in zip(compilation.stages, layers, strict=True):
         spent = _spent(costs, own)
         work, backward = _stage_work(costs, stage, spent, held, moving)
@@ -73,7 +74,7 @@ def workload_of(
         schedule=schedule,
         stages=tuple(works),
         boundaries=boundaries,
-        reductions=_reductions(compilation, costs, layers, backwards),
+        reductions=_reductions(compilation, costs, sizes, layers, backwards),
         links=_links(costs, boundaries),
         update=tuple(update),
         overhead=step_overhead(types, agreed),
@@ -327,6 +328,7 @@ def _links(costs: Costs, boundaries: Sequence[Boundary]) -> tuple[LinkTime, ...]
 def _reductions(
     compilation: Compilation,
     costs: Costs,
+    sizes: Sequence[int],
     layers: Sequence[StageLayers],
     backwards: Mapping[tuple[int, int], Backward],
 ) -> tuple[Reduction, ...]:
@@ -337,9 +339,7 @@ def _reductions(
     owned = _owned(compilation)
     each = [spec for spec in compilation.reduces if spec.each]
     last = {(spec.ranks, spec.stages): spec.index for spec in each}
-    for spec, size, ready in zip(
-        compilation.reduces, bucket_bytes(compilation), _ready(compilation, costs, layers), strict=True
-    ):
+    for spec, size, ready in zip(compilation.reduces, sizes, _ready(compilation, costs, layers), strict=True):
         if (spec.each and last[spec.ranks, spec.stages] != spec.index) or (len(spec.ranks) == 1 and not spec.bounds):
             continue
         num_alike = _num_alike(compilation, costs, spec)
@@ -362,15 +362,17 @@ def _reductions(
                 stretch=cost.beside.stretch if cost.beside is not None else 0.0,
             )
         )
-    return (*found, *_combinations(compilation, costs))
+    return (*found, *_combinations(compilation, costs, sizes))
 
 
-def _combinations(compilation: Compilation, costs: Costs) -> Iterator[Reduction]:
+def _combinations(compilation: Compilation, costs: Costs, sizes: Sequence[int]) -> Iterator[Reduction]:
     """The exchanges after the backwards where gradients are combined: sums of dot products, level by level, and the
     gathers of what each rank has combined of the buckets of these ranks."""
     gathers: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, float]] = {}
-    first = frozenset[int]().union(*(first_of_tables(compilation, spec.ranks[0]) for spec in compilation.reduces))
-    for spec, size in zip(compilation.reduces, bucket_bytes(compilation), strict=True):
+    is_combined = any(spec.adasum is not None for spec in compilation.reduces)
+    firsts = {spec.ranks[0] for spec in compilation.reduces} if is_combined else ()
+    first = frozenset[int]().union(*(first_of_tables(compilation, rank) for rank in firsts))
+    for spec, size in zip(compilation.reduces, sizes, strict=True):
         if spec.adasum is None:
             continue
         num_bytes, seconds = gathers.get((spec.ranks, spec.stages), (0, 0.0))
@@ -512,12 +514,12 @@ class _Divided:
     whole: Mapping[tuple[int, int], tuple[float, float]]
 
     @classmethod
-    def of(cls, compilation: Compilation, costs: Costs) -> _Divided:
+    def of(cls, compilation: Compilation, costs: Costs, sizes: Sequence[int]) -> _Divided:
         """The exchanges of a compilation."""
         buckets, gathered = [], gathered_bytes(compilation)
         copies, owned = _copies(compilation, costs.cluster), _owned(compilation)
         whole: dict[tuple[int, int], tuple[float, float]] = {}
-        triples = zip(compilation.reduces, compilation.bucket_parameters, bucket_bytes(compilation), strict=True)
+        triples = zip(compilation.reduces, compilation.bucket_parameters, sizes, strict=True)
         for spec, names, size in triples:
             own = dict.fromkeys(spec.ranks, 1.0)
             if spec.bounds:
