@@ -27,9 +27,9 @@ MOST_UNSURE, UNSURE_OPERATORS = 8, 8192
 """Limits on the further candidates that are compiled because they could be better than the best compiled one, and on
 the operators of all of them together. Both are counted, so that a busy machine leads to the same plans."""
 
-WORTH_SHARING = 4096
-"""Operators of all candidates together, about a second of compiling, that are shared with other processes; a fork, and
-what each finds that the others know, cost some."""
+WORTH_SHARING = 16384
+"""Operators of all candidates together, seconds of compiling, that are shared with other processes: each fork finds
+again what the others know of equal stages, which takes as long as half of that."""
 
 GAIN = 1e-3
 """Smallest relative improvement for which another candidate is compiled."""
