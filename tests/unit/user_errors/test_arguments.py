@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from tests.small_models import decoder, tokens
 from whale import api
 from whale.errors import AnnotationError, InputFileError, PlanMismatchError, UsageError
 from whale.ir.plan import Plan, PlanStage
-from whale.runtime.launch import Launch
 
 LOOSE: Any = whale
 """The module without its types, which a type checker would hold against wrong calls."""
@@ -116,10 +116,13 @@ def test_a_missing_file_names_its_path(option: str) -> None:
     assert error.exit_code == 3
 
 
-def test_a_model_on_the_wrong_device_names_the_parameter_and_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "describe", lambda device: Launch(rank=0, size=1, device=torch.device("cuda", 0)))
-    parts = ["embed.weight is on cpu", "computes on cuda:0", ".to('cuda:0')"]
-    refused(UsageError, parts, decoder(layers=1), device="cuda")
+def test_a_model_on_the_wrong_device_names_the_parameter_and_both() -> None:
+    there = SimpleNamespace(device=torch.device("cuda", 1))
+    model: Any = SimpleNamespace(named_parameters=lambda: [("embed.weight", there)], named_buffers=lambda: [])
+    with pytest.raises(UsageError) as found:
+        api._check_devices(model, torch.device("cuda", 0))
+    for part in ("embed.weight is on cuda:1", "computes on cuda:0", "leave the model on the host", ".to('cuda:0')"):
+        assert part in str(found.value)
 
 
 def test_parameters_on_several_devices_name_one_of_each() -> None:
