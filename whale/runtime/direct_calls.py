@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class _Direct(NamedTuple):
-    """A function in place of an overload, for calls with at most so many positional arguments and these others."""
+    """A function in place of an overload, for calls with at most *positional* arguments and some *named* ones."""
 
     function: Callable[..., Any]
     positional: int
