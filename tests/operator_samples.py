@@ -135,6 +135,7 @@ def _pointwise() -> Iterator[Sample]:
     yield S(aten.floor_divide.default, ints(50, 4, 6), 4, offers=("S(0)->S(0)",))
     yield S(aten.floor_divide.default, ints(50, 4, 6), ints(9, 6, low=1))
     yield S(aten.log_sigmoid.default, x(4, 6))
+    yield S(aten.leaky_relu.default, x(4, 6), 0.1, offers=("S(1)->S(1)",))
     yield S(aten.special_expit.default, x(4, 6))
     yield S(aten.absolute.default, x(4, 6))
     yield S(aten.hardswish.default, x(4, 6, low=-4.0, high=4.0), offers=("S(1)->S(1)",))
