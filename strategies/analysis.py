@@ -314,7 +314,7 @@ def _axis_choices(analysis: Analysis, op: Op, rule: Rule, axis: OpAxis) -> Itera
         yield Choice(inputs, outputs, factor, axis.form)
 
 
-STRETCHES = {"vocabulary_embedding", "vocabulary_cross_entropy", "halo", "causal", "offset"}
+STRETCHES = {"vocabulary_embedding", "vocabulary_cross_entropy", "vocabulary_nll_loss", "halo", "causal", "offset"}
 """Forms that require a part to be a range of indices."""
 
 _CONTRACTED = {"vocabulary_cross_entropy": REPLICATE, "batch_statistics": REPLICATE}

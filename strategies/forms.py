@@ -162,6 +162,75 @@ class _CrossEntropy(torch.autograd.Function):
         return out, None, None, None, None
 
 
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype, sums: Sequence[AxisSum]) -> Tensor:
+        wide = _wide(x)
+        if x.shape[dim]:
+            highest = wide.amax(dim, keepdim=True)
+        else:
+            highest = wide.sum(dim, keepdim=True) - torch.inf
+        for axis in sums:
+            highest = axis.largest(highest)
+        shifted = wide - highest
+        total = shifted.exp().sum(dim, keepdim=True)
+        for axis in sums:
+            total = axis.add(total)
+        out = shifted.sub_(total.log_()).to(dtype)
+        ctx.dim, ctx.dtype, ctx.sums = dim, x.dtype, sums
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (out,) = ctx.saved_tensors
+        wide = _wide(grad)
+        total = wide.sum(ctx.dim, keepdim=True)
+        for axis in ctx.sums:
+            total = axis.add(total)
+        return (wide - _wide(out).exp() * total).to(ctx.dtype), None, None, None
+
+
+class ShardedLogSoftmax(nn.Module):
+    """Logarithm of a softmax along a dim that is sharded: sums of a number for each row, two in the forward and one in
+    the backward."""
+
+    def __init__(self, dim: int, dtype: torch.dtype | None, axes: Sequence[MeshPlace]) -> None:
+        super().__init__()
+        self.dim, self.dtype = dim, dtype
+        self.sums = nn.ModuleList(AxisSum(place) for place in axes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """*x* with a part of the dim -> the same part of the result, in the operator's own dtype or in another."""
+        return _LogSoftmax.apply(x, self.dim, self.dtype or x.dtype, list(self.sums))
+
+    def extra_repr(self) -> str:
+        """The dim."""
+        return f"dim={self.dim}"
+
+
+class VocabularyLoss(nn.Module):
+    """Negative log-likelihood of log-probabilities whose classes are sharded: each rank has the loss of the rows whose
+    target is among its own."""
+
+    def __init__(self, start: int, ignore_index: int) -> None:
+        super().__init__()
+        self.start, self.ignore_index = start, ignore_index
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        """*scores* (t, classes of this rank), *target* (t) -> loss of each row, partial over the ranks."""
+        local = target - self.start
+        own = (local >= 0) & (local < scores.shape[1]) & (target != self.ignore_index)
+        if not scores.shape[1]:
+            return scores.sum(1)
+        picked = scores.gather(1, local.masked_fill(~own, 0).unsqueeze(1)).squeeze(1)
+        return -picked.masked_fill(~own, 0.0)
+
+    def extra_repr(self) -> str:
+        """First local class."""
+        return f"classes from {self.start}"
+
+
 class VocabularyCrossEntropy(nn.Module):
     """Cross-entropy of logits whose classes are sharded, without gathering them: two small all-reduces."""
 
@@ -335,6 +404,17 @@ def _cross_entropy(call: FormCall) -> Built:
     return VocabularyCrossEntropy(call.first, given["ignore_index"], call.axes), (given["self"], given["target"])
 
 
+def _log_softmax(call: FormCall) -> Built:
+    given = call.arguments
+    dtype = torch.float32 if given.get("half_to_float") else given.get("dtype")
+    return ShardedLogSoftmax(given["dim"], dtype, call.axes), (given.get("self", given.get("input")),)
+
+
+def _nll_loss(call: FormCall) -> Built:
+    given = call.arguments
+    return VocabularyLoss(call.first, given["ignore_index"]), (given["self"], given["target"])
+
+
 def _batch_norm(call: FormCall) -> Built:
     given = call.arguments
     count = prod(call.shape) // call.shape[1]
@@ -354,12 +434,16 @@ def _group_norm(call: FormCall) -> Built:
 FORMS: dict[str, Callable[[FormCall], Built]] = {
     "vocabulary_embedding": _embedding,
     "vocabulary_cross_entropy": _cross_entropy,
+    "vocabulary_nll_loss": _nll_loss,
+    "log_softmax": _log_softmax,
     "batch_statistics": _batch_norm,
     "group_statistics": _group_norm,
 }
 """Lowering of a call on a rank whose sharded axis has this form: a module, and its arguments."""
 
-COLLECTIVES = {"vocabulary_cross_entropy": 2, "batch_statistics": 2, "group_statistics": 2, "halo": 2, "ring": 3}
+COLLECTIVES = {
+    "vocabulary_cross_entropy": 2, "log_softmax": 3, "batch_statistics": 2, "group_statistics": 2, "halo": 2, "ring": 3,
+}  # fmt: skip
 """Forms that communicate, with the number of collectives in a step (of two ranks): every rank of the axis must reach
 them at the same time."""
 

@@ -361,8 +361,9 @@ def _reduce() -> Iterator[Sample]:
     yield S(aten.histc.default, data(4, 6), 5, refused=True)
     yield S(aten.softmax.int, x(4, 6), -1, offers=("S(0)->S(0)",))
     yield S(aten._softmax.default, x(4, 6, 5), 1, False, offers=("S(0)->S(0)", "S(2)->S(2)"))
-    yield S(aten.log_softmax.int, x(4, 6), 0, offers=("S(1)->S(1)",))
-    yield S(aten._log_softmax.default, x(4, 6), 1, False)
+    yield S(aten.log_softmax.int, x(4, 6), 0, offers=("S(0)->S(0)", "S(1)->S(1)"))
+    yield S(aten.log_softmax.int, x(4, 6), -1, torch.float32, offers=("S(1)->S(1)",))
+    yield S(aten._log_softmax.default, x(4, 6), 1, False, offers=("S(0)->S(0)", "S(1)->S(1)"))
     yield S(aten._safe_softmax.default, x(4, 6), -1)
     for target in (aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default):
         yield S(target, x(4, 6), 1, offers=("S(0)->S(0)",))
@@ -443,7 +444,7 @@ def _loss() -> Iterator[Sample]:
     yield S(loss, x(4, 7), x(4, 7).detach().softmax(1), **none, offers=("S(0),S(0)->S(0)",))
     yield S(loss, x(7), torch.tensor(3), **none, refused=True)
     for target_op in (aten.nll_loss.default, aten.nll_loss_nd.default):
-        yield S(target_op, x(6, 7), target, **none, offers=("S(0),S(0)->S(0)",))
+        yield S(target_op, x(6, 7), target, **none, offers=("S(0),S(0)->S(0)", "S(1),R*->P"))
     for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"):
         yield S(getattr(aten, name).default, x(4, 6), data(4, 6), 0, offers=("S(0),S(0)->S(0)",))
     yield S(aten.binary_cross_entropy.default, x(4, 6, low=0.1, high=0.9), bools(4, 6).double(), None, 0)

@@ -14,10 +14,10 @@ def _cross_entropy(op: Op) -> Rule | None:
         return Rule(axes=[OpAxis({0: d, 1: d}, {0: d - (d > 1)}) for d in range(len(logits)) if d != 1])
     if len(logits) != len(target) + 1 or len(logits) < 2:
         return None
-    plain = op.name == "aten.cross_entropy_loss" and not op.args.get("label_smoothing") and len(logits) == 2
-    plain = plain and op.args.get("weight") is None
+    plain = not op.args.get("label_smoothing") and len(logits) == 2 and op.args.get("weight") is None
+    form = "vocabulary_cross_entropy" if op.name == "aten.cross_entropy_loss" else "vocabulary_nll_loss"
     axes = [OpAxis({0: d, 1: d - (d > 1)}, {0: d - (d > 1)}) for d in range(len(logits)) if d != 1]
-    classes = OpAxis({0: 1}, {}, blocked=not plain, form="vocabulary_cross_entropy")
+    classes = OpAxis({0: 1}, {}, blocked=not plain, form=form)
     if len(op.operands) > 2:
         classes = OpAxis({0: 1, 2: 0}, {}, blocked=True)
     return Rule(axes=[*axes, classes])

@@ -61,14 +61,23 @@ def _histc(op: Op) -> Rule | None:
 
 
 @register(
-    "aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax", "aten._safe_softmax", "aten.cumprod",
-    "aten.cummax", "aten.cummin", "aten.sort", "aten.topk", "aten.argsort", "aten.glu", "aten.logcumsumexp",
+    "aten.softmax", "aten._softmax", "aten._safe_softmax", "aten.cumprod", "aten.cummax", "aten.cummin", "aten.sort",
+    "aten.topk", "aten.argsort", "aten.glu", "aten.logcumsumexp",
 )  # fmt: skip
 def _along(op: Op) -> Rule | None:
     if not op.shape(0):
         return None
     dim = op.args.get("dim", -1)
     return Rule(axes=same_axes(op, 0, blocked=[dim], outputs=range(len(op.outputs))))
+
+
+@register("aten.log_softmax", "aten._log_softmax")
+def _log_softmax(op: Op) -> Rule | None:
+    if not op.shape(0):
+        return None
+    axes = [OpAxis({0: dim}, {0: dim}) for dim in range(len(op.shape(0)))]
+    axes[op.args["dim"]].form = "log_softmax"
+    return Rule(axes=axes)
 
 
 @register("aten.cumsum")

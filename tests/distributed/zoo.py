@@ -360,6 +360,21 @@ def trunk_and_head() -> Example:
     return TrunkAndHead().double(), {"x": torch.randn(ROWS * 2, 12).double(), "labels": labels}
 
 
+class LogProbabilities(TrunkAndHead):
+    """A classifier of sequences whose loss takes log-probabilities, as what a cross-entropy is under autocast on a GPU."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(self.trunk(x)).log_softmax(-1)
+        return nn.functional.nll_loss(scores.flatten(0, 1), labels.flatten()) + 0.1 * scores.square().mean()
+
+
+def log_probabilities() -> Example:
+    """So many classes that they are not gathered."""
+    labels = torch.randint(0, 3001, (ROWS, 6))
+    labels[0, 2:] = -100
+    return LogProbabilities(3001).double(), {"x": torch.randn(ROWS, 6, 12).double(), "labels": labels}
+
+
 def frozen_trunk() -> Example:
     """A trunk without gradients: what it sends needs none."""
     model, batch = trunk_and_head()

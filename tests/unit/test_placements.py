@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 import whale
+from tests.distributed import zoo
 from tests.solved import solve, tokens
 from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
@@ -68,6 +69,15 @@ def test_the_tied_vocabulary_is_cut_once_and_logits_are_never_gathered() -> None
     solved = solve(gpt2(), tokens(4, 8), SPLIT)
     assert solved.stored("transformer.wte.weight") == "S(0)"
     assert "all_gather" not in solved.forward
+
+
+def test_log_probabilities_are_never_moved() -> None:
+    """A cross-entropy under autocast on a GPU is one of them, of rounded log-probabilities."""
+    model, batch = zoo.log_probabilities()
+    solved = solve(model, batch, SPLIT)
+    assert solved.stored("head.weight") == "S(0)"
+    assert solved.forward == {"all_reduce": 1, "AxisSum": 1}
+    assert solved.backward == {"all_reduce": 1}
 
 
 def test_a_table_is_cut_on_all_stages_as_its_last_reader_needs_it() -> None:

@@ -380,3 +380,9 @@ def test_a_schedule_that_is_none_is_refused_before_the_model_is_loaded(folder: P
     command = ["search", "--model", str(folder / "nothing.py:model"), "--cluster", str(folder / "cluster.toml")]
     done = CliRunner().invoke(app, [*command, "--batch", "8", "--schedule", "1f2b"])
     assert done.exit_code == 2 and "with the schedules gpipe, 1f1b, " in done.stderr and "'1f2b'" in done.stderr
+
+
+def test_a_precision_that_a_device_lacks_is_refused_before_the_model_is_loaded(folder: Path) -> None:
+    command = ["search", "--model", "nothing.py:build", "--cluster", str(folder / "cluster.toml"), "--batch", "8"]
+    done = CliRunner().invoke(app, [*command, "--precision", "bf16"])
+    assert done.exit_code == 2 and "T4 has no bfloat16; use fp16" in done.stderr

@@ -163,6 +163,7 @@ def search(
     from whale.commands.searching import settings_for
     from whale.ir.profile import ModelProfile
     from whale.planner.catalog import device_types, device_types_with
+    from whale.planner.cost.precision import precision_named
     from whale.planner.search import SearchSettings
 
     ctx.with_resource(seldom_collecting(restored=ctx.obj is None))
@@ -206,6 +207,8 @@ def search(
             "one change at most, and its plan is written"
         )
     chosen = cases[-1] if (output or record) is not None or len(cases) == 1 else None
+    if precision is not None and chosen is not None:
+        precision_named(precision).refuse_without(device.type for device in chosen.cluster.devices)
     model = None
     if spec is not None:
         from whale.compile.compile import Options
