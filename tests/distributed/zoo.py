@@ -361,7 +361,7 @@ def trunk_and_head() -> Example:
 
 
 class LogProbabilities(TrunkAndHead):
-    """A classifier of sequences whose loss takes log-probabilities, as what a cross-entropy is under autocast on a GPU."""
+    """A classifier of sequences whose loss takes log-probabilities, as a cross-entropy does under autocast on a GPU."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         scores = self.head(self.trunk(x)).log_softmax(-1)
@@ -369,7 +369,7 @@ class LogProbabilities(TrunkAndHead):
 
 
 def log_probabilities() -> Example:
-    """So many classes that they are not gathered."""
+    """With more classes than ranks would move."""
     labels = torch.randint(0, 3001, (ROWS, 6))
     labels[0, 2:] = -100
     return LogProbabilities(3001).double(), {"x": torch.randn(ROWS, 6, 12).double(), "labels": labels}
