@@ -465,6 +465,20 @@ def test_a_single_micro_batch_tells_what_a_step_holds(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("inner", "options"), [(replicate(1), {"recompute": "full"}), (replicate(2), {}), (split(2), {})], ids=str
+)
+def test_the_only_micro_batch_makes_its_gradients(inner: Any, options: dict[str, Any], device: Any) -> None:
+    """They were counted from its beginning, beside all activations."""
+    model = decoder(layers=9, heads=4, width=64).float().to("meta")
+    whale.annotate(model, {"": inner})
+    traced = trace(model, tokens(2, 32), device="cpu", training=True)
+    compilation = compile_traced(traced, cluster(*[1] * inner.strategy.degree), Options(**options), device=device)
+    whole, brief = (held(compilation, 0, schedule="1f1b", device=device) for held in (peak_memory, brief_peak_memory))
+    assert brief.total == pytest.approx(whole.total, rel=0.002)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("inner", [replicate, split])
 def test_ranks_that_do_the_same_but_for_names_are_tried_once(inner: Any, device: Any) -> None:
     model = decoder(layers=6, heads=4, width=16).float().to("meta")

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -143,17 +144,18 @@ def brief_peak_memory(
 ) -> PeakMemory:
     """Peak memory like `peak_memory`, from a single micro-batch, in a fraction of the time.
 
-    Gradients exist when it begins, as in all micro-batches except the first. The saved activations of the other
-    micro-batches in flight are added, and their messages are extrapolated from its own. *known* caches results for
-    compilations of the same captured model: ranks with equal fingerprints run once.
+    Gradients exist when it begins, as in all micro-batches except the first; those of the only one are made in
+    it. The saved activations of the other micro-batches in flight are added, and
+    their messages are extrapolated from its own. *known* caches results for compilations of the same captured model:
+    ranks with equal fingerprints run once.
     """
     first, known = compilation.of_first, Known() if known is None else known
     clock = _clock(compilation, device)
     program = first.program(rank)
     like = sketch(first, rank, program, clock)
     differ = bool(compilation.units) or compilation.step_in_backward or casts_parameters(compilation.captured)
-    several = differ and len(compilation.rows) > 1
-    options = _Options(device, several, optimizer if compilation.step_in_backward else "none")
+    several, alone = differ and len(compilation.rows) > 1, len(compilation.rows) == 1
+    options = _Options(device, several, alone, optimizer if compilation.step_in_backward else "none")
     key = options, like.description
     if key not in known.sketched:
         known.sketched[key] = like, _found(first, rank, clock, program, known, options)
@@ -173,11 +175,12 @@ def _clock(compilation: Compilation, device: Device) -> RNGPosition | None:
 
 
 class _Options(NamedTuple):
-    """Options of a dry run: the device, whether there are several micro-batches, and the optimizer that steps in the
-    backward, if it does."""
+    """Options of a dry run: the device, whether there are several micro-batches where that matters to the run, whether
+    there is one, and the optimizer that steps in the backward, if it does."""
 
     device: Device
     several: bool
+    alone: bool
     optimizer: Optimizer
 
 
@@ -207,9 +210,9 @@ def _brief(
 ) -> _Found:
     """Dry-run a single micro-batch of the first of equal compilations whose omitted layers can be replayed."""
     for compilation in compilations:
-        device, several, optimizer = options
+        device, several, alone, optimizer = options
         trial = _Trial(compilation, rank, device, clock, several=several, optimizer=optimizer)
-        trial.run(program, begin=trial.hold_gradients)
+        trial.run(program, begin=trial.expect_gradients if alone else trial.hold_gradients)
         if (found := trial.found()) is not None:
             return found
     raise AssertionError("nothing is omitted from the last")
@@ -388,17 +391,20 @@ class _AloneOnProcessors(DryGroup):
 
 
 class _Taker:
-    """A reducer that logs which gradients of graphs are ready, and none of the reductions that then start, which are
-    not the layer's."""
+    """A reducer, or none, that says which gradients of graphs are ready, and logs none of the reductions that then
+    start, which are not the layer's."""
 
-    def __init__(self, reducer: Reducer, log: Log, names: Mapping[Any, str]) -> None:
-        self._reducer, self._log, self._names = reducer, log, names
-        self.place = reducer.place
+    def __init__(self, reducer: Reducer | None, log: Log, ready: Callable[[Any], None]) -> None:
+        self._reducer, self._log, self._ready = reducer, log, ready
+
+    def place(self, parameter: Any) -> Tensor | None:
+        return None if self._reducer is None else self._reducer.place(parameter)
 
     def gradient_ready(self, parameter: Any) -> None:
-        self._log.add("ready", self._names[parameter])
+        self._ready(parameter)
         self._log.paused = True
-        self._reducer.gradient_ready(parameter)
+        if self._reducer is not None:
+            self._reducer.gradient_ready(parameter)
         self._log.paused = False
 
 
@@ -432,6 +438,7 @@ class _Trial:
         self.noting = _Noting()
         self._replays: list[Replay] = []
         self._reducer: Reducer | None = None
+        self._names: dict[Any, str] = {}
         self._assembled: Any = None
         """The step that has run: what it keeps for the next one is there when an optimizer updates parameters."""
         self._without_data = _without_data(self.device)
@@ -484,16 +491,17 @@ class _Trial:
                 self.tensors["constant", node.name] = tensor
                 self.live.add(tensor, "parameters")
 
-    def hold_gradients(self) -> None:
-        """Create the gradients that exist when a micro-batch begins which is not the first: of what ranks divide, their
-        sums if these are made in every micro-batch; not sparse ones, which have some rows."""
+    def hold_gradients(self, of: Callable[[str], bool] = lambda name: True) -> None:
+        """Create the gradients that exist when a micro-batch begins which is not the first, *of* parameters with some
+        names: of what ranks divide, their sums if these are made in every micro-batch; not sparse ones, which have some
+        rows."""
         if self.compilation.step_in_backward and not self.several:
             return  # the only micro-batch
         for total in self._reducer.resume() if self._reducer is not None else ():
             self.live.mark(total, "gradients")
         slots = [slot for held in self.units if not held.unit.spec.each for slot in held.slots.values()]
-        held_whole = {name: p for name, p in self.parameters.items() if p.requires_grad and name not in self.sparse}
-        holders: list[Any] = list(held_whole.values())
+        whole = (name for name, p in self.parameters.items() if p.requires_grad and name not in self.sparse)
+        holders: list[Any] = [self.parameters[name] for name in whole if of(name)]
         for holder in holders + slots * self.several:
             place = None if self._reducer is None else self._reducer.place(holder)
             if place is None:
@@ -506,13 +514,35 @@ class _Trial:
             self.in_flight.append(torch.empty(size, dtype=held.unit.dtype, device=self.place))
             self.live.mark(self.in_flight[-1], "sums")
 
+    def expect_gradients(self) -> None:
+        """Create gradients of the only micro-batch that its dry run does not make, or not all of those of a layer:
+        theirs where layers are left out. Each counts from where the first in its memory is made."""
+        around = [_container(names) for replay in self._replays for names in replay.parameters.items()]
+        self.hold_gradients(lambda name: any(name.startswith(path) for path in around))
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and self.live.purpose_of(parameter.grad):
+                self.live.expect(_memory_of(parameter.grad))
+
+    def _ready(self, parameter: Any) -> None:
+        """Log a gradient that is made by a graph."""
+        if (name := self._names.get(parameter)) is not None:  # units have slots for theirs
+            self.live.log.add("ready", name)
+            self._came(parameter)
+
+    def _came(self, parameter: Tensor) -> None:
+        """Count the memory of a gradient from here on."""
+        if parameter.grad is not None and not parameter.grad.is_sparse:
+            self.live.come(_memory_of(parameter.grad))
+
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         self.live.log.add("ready", name)
+        self._came(parameter)
         self.live.log.paused = True  # reductions that start now are not the layer's
         if parameter.grad is not None:
             self.live.mark(parameter.grad, "gradients")
 
     def _resume(self, parameter: Tensor) -> None:
+        self._came(parameter)
         self.live.log.paused = False
 
     def run(self, program: Program, begin: Callable[[], None] = lambda: None) -> None:
@@ -567,12 +597,12 @@ class _Trial:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._resume)
         order = {stage.index: stage.nodes for stage in self.compilation.stages if self.rank in stage.mesh.ranks}
-        names = {parameter: name for name, parameter in self.parameters.items()}
+        self._names = {parameter: name for name, parameter in self.parameters.items()}
         for index, stage in zip(order, step.stages, strict=True):
             if folds := self.compilation.folds.get(index):
                 replays = [(fold, self._replay(fold)) for fold in folds]
                 stage.programs = [marked(stage.programs[0], replays, order[index])]
-                stage.taker = None if self._reducer is None else _Taker(self._reducer, self.live.log, names)
+            stage.taker = _Taker(self._reducer, self.live.log, self._ready)
         if self.device == "cuda" and not _runs_graphs(self.compilation, program, data, self.batch):
             for stage in step.stages:
                 programs = {id(program): accelerated(program) for program in stage.programs}
@@ -633,7 +663,9 @@ class _Trial:
         """Repeat an event in an omitted layer."""
         if event[0] != "ready":
             self.live.happens(*event)
-        elif self._reducer is not None:
+            return
+        self._came(self.parameters[event[1]])
+        if self._reducer is not None:
             self._reducer.gradient_ready(self.parameters[event[1]])
 
     def found(self) -> _Found | None:
@@ -687,6 +719,18 @@ class _Trial:
             for kind, stage in calls
             if kind == "F"
         }
+
+
+def _container(alike: tuple[str, Sequence[str]]) -> str:
+    """The path up to the module that holds layers with parameters that are *alike*, with its dot; empty if they have
+    none in common.
+
+    >>> _container(("decoder.layers.4.up.weight", ("decoder.layers.2.up.weight", "decoder.layers.3.up.weight")))
+    'decoder.layers.'
+    """
+    name, others = alike
+    common = commonprefix([name.split("."), *(other.split(".") for other in others)])
+    return "".join(f"{part}." for part in common)
 
 
 class _DryUnit(HeldUnit):
@@ -744,6 +788,9 @@ class _Living(WithoutData):
         super().__init__()
         self._fake = device == "cpu"
         self.now = self.task_peak = self._peak = 0
+        self._expected: dict[int, int] = {}
+        self._later = 0
+        """Bytes of memory that is there and counts only later: of each by its key, and the sum."""
         self.by_purpose: Counter[str] = Counter()
         self.at_peak: Counter[str] = Counter()
         self._known: dict[int, Any] = {}
@@ -796,8 +843,25 @@ class _Living(WithoutData):
         self.by_purpose[purpose] += sign * size
         if what == "add":
             self.task_peak = max(self.task_peak, self.now)
-            if self.now > self._peak:
-                self._peak, self.at_peak = self.now, self.by_purpose.copy()
+            self._look()
+
+    def expect(self, storage: Any) -> None:
+        """Count memory only from where it comes."""
+        if storage._cdata not in self._expected:
+            self._expected[storage._cdata] = storage.nbytes()
+            self._later += storage.nbytes()
+
+    def come(self, storage: Any) -> None:
+        """Count memory that was expected."""
+        if size := self._expected.pop(storage._cdata, 0):
+            self._later -= size
+            self._look()
+
+    def _look(self) -> None:
+        """Note what is there, if that is more than ever before."""
+        if self.now - self._later > self._peak:
+            self._peak, self.at_peak = self.now - self._later, self.by_purpose.copy()
+            self.at_peak["gradients"] -= self._later
 
     def mark(self, tensor: Tensor, purpose: str) -> None:
         """Set the category of a tensor."""
