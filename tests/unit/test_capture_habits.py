@@ -66,6 +66,25 @@ def test_a_layer_that_is_dropped_never_is_captured() -> None:
         whale.parallelize(Wrapped(dropped(0.5)), X, device="cpu")
 
 
+@pytest.mark.parametrize("length", [1, 3, 130])
+@pytest.mark.parametrize("count", [torch.bincount, Tensor.bincount])
+def test_counts_of_choices_are_captured_where_their_number_is_said(count: Callable[..., Tensor], length: int) -> None:
+    """The loss of a router that balances its experts counts them so."""
+    weights = torch.linspace(1, 2, length)
+
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        choice = (layer(x) * 31).abs().long().reshape(-1) % length
+        return layer(x).sum() * (count(choice, minlength=length) * weights).sum()
+
+    x = torch.linspace(-2, 2, 32).view(8, 4)
+    model = whale.parallelize(Wrapped(call), x, device="cpu")
+    assert model.train_step(x).item() == pytest.approx(Wrapped(call)(x).item())
+    with pytest.raises(CaptureError, match="depends on a tensor's values"):
+        whale.parallelize(
+            Wrapped(lambda layer, x: layer(x).sum() * x.long().view(-1).bincount().sum()), x, device="cpu"
+        )
+
+
 class Monitored(nn.Module):
     """A head that only a metric reads, and a target that is computed without gradients."""
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 import whale
 from tests.solved import solve, tokens
 from whale.graph.capture import capture
+from whale.runtime import experts
 from whale.runtime.experts import group, grouped_product, product_of_groups
 from whale.strategies.ungroup import ungroup
 
@@ -69,6 +70,31 @@ def test_experts_are_cut_along_their_hidden_units(build: Any) -> None:
             while source.op == "call_function":  # transposed
                 source = source.args[0]
             assert source.op == "placeholder", "a weight of experts is gathered"
+
+
+def looped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """A kernel that reads where groups end, as that of older versions of transformers in its backward."""
+    parts = torch.tensor_split(x, ends.long()[:-1])
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
+
+
+def test_a_kernel_whose_backward_reads_values_has_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, matrices = (torch.randn(*shape, generator=generator).double() for shape in ((9, 4), (5, 4, 3)))
+    choice = torch.tensor([3, 0, 3, 1, 0, 4, 4, 4, 1])
+
+    def gradients() -> list[Tensor]:
+        leaves = [one.clone().requires_grad_() for one in (x, matrices)]
+        grouped_product(leaves[0], leaves[1], choice, looped).square().sum().backward()
+        return [one.grad for one in leaves if one.grad is not None]
+
+    expected = gradients()
+    monkeypatch.setattr(experts, "_reads_values", lambda kernel: True)
+    for own, other in zip(gradients(), expected, strict=True):
+        assert (own - other).abs().max() <= 1e-14
+    ends = torch.empty(5, dtype=torch.int32, device="meta")
+    made = torch.ops.whale_experts.outer_products(x.to("meta"), torch.empty(9, 3, device="meta"), ends)
+    assert made.shape == (5, 4, 3)
 
 
 @pytest.mark.parametrize("build", [mixtral, deepseek])

@@ -127,6 +127,15 @@ def _ctc_loss(
     return _reduced(losses, name)
 
 
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """``bincount`` of numbers below its least length, as of chosen experts: its length then depends on no values."""
+    if weights is not None or not minlength:
+        return torch.bincount(input, weights, minlength)
+    if minlength == 1:
+        return (input == 0).sum().reshape(1)
+    return torch.histc(input.double(), minlength, 0, minlength - 1).long()
+
+
 def _rand(*args: Any, **kwargs: Any) -> Tensor:
     found: Any = torch.rand(*args, **kwargs)
     found._is_drawn = found.dim() == 0
@@ -141,6 +150,8 @@ def _less(x: Any, other: Any) -> Any:
 
 
 STAND_INS: dict[Any, Callable[..., Any]] = {
+    torch.bincount: _bincount,
+    Tensor.bincount: _bincount,
     torch.rand: _rand,
     Tensor.lt: _less,
     F.l1_loss: _l1_loss,

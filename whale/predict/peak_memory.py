@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from math import prod
-from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -729,8 +729,8 @@ def _container(alike: tuple[str, Sequence[str]]) -> str:
     'decoder.layers.'
     """
     name, others = alike
-    common = commonprefix([name.split("."), *(other.split(".") for other in others)])
-    return "".join(f"{part}." for part in common)
+    parts = zip(*(one.split(".") for one in (name, *others)), strict=False)
+    return "".join(f"{part}." for part, *rest in takewhile(lambda same: len(set(same)) == 1, parts))
 
 
 class _DryUnit(HeldUnit):

@@ -45,13 +45,59 @@ def group(choice: Tensor, count: int) -> Groups:
     return order, inverse, ends.to(torch.int32)
 
 
+_library = torch.library.Library("whale_experts", "DEF")
+_library.define("outer_products(Tensor x, Tensor y, Tensor ends) -> Tensor")
+
+
+def _outer_products(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """The sum of the outer products of the rows of each group: [rows, n], [rows, m] -> [count, n, m]."""
+    found, begin = x.new_zeros(len(ends), x.shape[1], y.shape[1]), 0
+    for number, end in enumerate(ends.tolist()):
+        torch.mm(x[begin:end].t(), y[begin:end], out=found[number])
+        begin = end
+    return found
+
+
+_library.impl("outer_products", _outer_products, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "whale_experts::outer_products", lambda x, y, ends: x.new_empty(len(ends), x.shape[1], y.shape[1]), lib=_library
+)
+
+
+class _Product(torch.autograd.Function):
+    """Product of groups by a kernel whose own backward reads where groups end, so that it has none without data."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrices: Tensor, ends: Tensor, kernel: Callable[..., Tensor]) -> Tensor:
+        ctx.save_for_backward(x, matrices, ends)
+        ctx.kernel = kernel
+        return kernel(x, matrices, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, matrices, ends = ctx.saved_tensors
+        of_rows = ctx.kernel(grad, matrices.transpose(1, 2), ends)
+        return of_rows, torch.ops.whale_experts.outer_products(x, grad, ends), None, None
+
+
+def _reads_values(kernel: Any) -> bool:
+    """Whether it is the kernel of transformers before 5.23, whose backward is no operator."""
+    name = getattr(kernel, "_qualified_op_name", "") or getattr(kernel, "_name", "")
+    is_fallback = str(name).split(".")[0] == "transformers::grouped_mm_fallback"
+    return is_fallback and not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
+
+
 def product_of_groups(
     x: Tensor, matrices: Tensor, order: Tensor, inverse: Tensor, ends: Tensor, kernel: Callable[..., Tensor]
 ) -> Tensor:
     """:func:`grouped_product` of rows that are grouped already."""
     if not len(x):
         return x @ matrices[0]  # kernels refuse no rows
-    y = kernel(_Reordered.apply(x, order, inverse), matrices, ends)
+    sorted_rows = _Reordered.apply(x, order, inverse)
+    if _reads_values(kernel):
+        y = _Product.apply(sorted_rows, matrices, ends, kernel)
+    else:
+        y = kernel(sorted_rows, matrices, ends)
     return _Reordered.apply(y, inverse, order)
 
 
