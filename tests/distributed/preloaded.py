@@ -8,11 +8,13 @@ import gc
 import importlib
 import importlib.util
 import pkgutil
+import sys
 
 import torch._inductor.compile_fx
 import torch.distributed.pipelining
 import torch.export
 import transformers
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import whale
 from tests.distributed import harness, parity
@@ -30,4 +32,6 @@ for _family in ("bert", "gpt2", "llama", "mixtral", "t5"):
     importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")
 if importlib.util.find_spec("accelerate"):
     importlib.import_module("transformers.trainer")
+# For the name of a caller torch's agents look through the files of all modules, of which there are thousands here.
+dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 gc.freeze()  # ranks collect their own garbage, and do not look through these million objects, nor copy their pages

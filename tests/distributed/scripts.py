@@ -3,7 +3,7 @@
 A process of torchrun imports torch, transformers and Whale for seconds, once for each rank and once for the agent. The
 ranks here are forked from the server of `harness`, so a script costs what it computes; of ranks with one model one
 captures it for all. Agents are forked too (torchrun as ``-m torch.distributed.run``), and start ranks of their own as
-they do anywhere.
+they do anywhere, or fork them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from tests.distributed.forked_ranks import fork_ranks
 from tests.distributed.harness import PRELOADED
 from tests.distributed.traces import shared
 
@@ -47,8 +48,10 @@ def run_script(
     folder: Path = ROOT,
     environment: Mapping[str, str] | None = None,
     timeout: float = 110.0,
+    forks_ranks: bool = False,
 ) -> Ended:
-    """Run a script and its arguments (``-m`` and a module instead) on each of *ranks*, or in one plain process."""
+    """Run a script and its arguments (``-m`` and a module instead) on each of *ranks*, or in one plain process, which
+    forks its ranks where it is an agent and *forks_ranks*."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
     common = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
     common |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -64,7 +67,7 @@ def run_script(
                 own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
                 own |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
             files = (f"{outputs}/{rank}.stdout", f"{outputs}/{rank}.stderr")
-            process = context.Process(target=_run, args=(command, own, str(folder), files))
+            process = context.Process(target=_run, args=(command, own, str(folder), files, False, forks_ranks))
             process.start()
             processes.append(process)
         end, running = time.monotonic() + timeout, list(processes)
@@ -87,7 +90,7 @@ def run_script(
 
 class Forked:
     """A process that runs a script and its arguments (``-m`` and a module instead), as :class:`subprocess.Popen` has
-    it: in a session of its own if wanted, with both outputs in one file."""
+    it: in a session of its own if wanted, with both outputs in one file. An agent may fork its ranks."""
 
     def __init__(
         self,
@@ -97,10 +100,12 @@ class Forked:
         folder: Path = ROOT,
         output: Path,
         start_new_session: bool = False,
+        forks_ranks: bool = False,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([PRELOADED])
-        arguments = (tuple(command), dict(environment), str(folder), (str(output),) * 2, start_new_session)
+        files = (str(output),) * 2
+        arguments = (tuple(command), dict(environment), str(folder), files, start_new_session, forks_ranks)
         self._process = context.Process(target=_run, args=arguments)
         self._process.start()
         assert self._process.pid is not None
@@ -124,11 +129,18 @@ class Forked:
 
 
 def _run(
-    command: tuple[str, ...], environment: dict[str, str], folder: str, outputs: tuple[str, str], session: bool = False
+    command: tuple[str, ...],
+    environment: dict[str, str],
+    folder: str,
+    outputs: tuple[str, str],
+    session: bool,
+    forks_ranks: bool,
 ) -> None:
     """Become a process that was started with *command*, whose outputs are in files."""
     if session:
         os.setsid()
+    if forks_ranks:
+        fork_ranks(become)
     for number, output in enumerate(outputs, 1):
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(file, number)

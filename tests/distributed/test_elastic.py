@@ -32,13 +32,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
     """Start machines; no process is left at the end."""
     machines: list[Machine] = []
 
-    def started(*arguments: str, **environment: str) -> Machine:
+    def started(*arguments: str, forks_ranks: bool = False, **environment: str) -> Machine:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WHALE_ELASTIC")
         own = {name: value for name, value in os.environ.items() if name not in names}
         own |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
         said = tmp_path / f"machine{len(machines)}.txt"
         command = ("-m", "whale", "run", *arguments)
-        machines.append(Machine(command, environment=own, folder=tmp_path, output=said, start_new_session=True))
+        options = {"start_new_session": True, "forks_ranks": forks_ranks}
+        machines.append(Machine(command, environment=own, folder=tmp_path, output=said, **options))
         return machines[-1]
 
     yield started
@@ -153,8 +154,8 @@ def test_the_curve_goes_on_with_other_devices_under_another_plan(start: Callable
     arguments = ["--cluster", "both.toml", "--directory", "run", "--steps", "12", "--pause", "0.3"]
     script = [str(ROOT / "examples" / "elastic.py"), *arguments]
     options = ("--elastic", "1:2", "--endpoint", f"127.0.0.1:{port()}")
-    stays = start(*options, "--head", *script, WHALE_DEVICE_TYPE="cpu-slow")
-    lost = start(*options, "--no-head", *script, WHALE_DEVICE_TYPE="cpu-fast")
+    stays = start(*options, "--head", *script, forks_ranks=True, WHALE_DEVICE_TYPE="cpu-slow")
+    lost = start(*options, "--no-head", *script, forks_ranks=True, WHALE_DEVICE_TYPE="cpu-fast")
     wait_for(tmp_path / "run" / "log.jsonl", '"step": 3,')
     lose(lost)
     assert ended(stays) == 0

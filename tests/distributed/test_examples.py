@@ -48,9 +48,10 @@ def run(size: int, name: str, *arguments: str) -> str:
 
 
 def run_under_torchrun(size: int, name: str, *arguments: str, restarts: int = 0) -> str:
-    """Output of an example that an agent starts, as a newcomer starts it."""
+    """Output of an example that an agent starts, as a newcomer starts it, except that its ranks are forked."""
     launcher = ("--standalone", f"--nproc-per-node={size}", f"--max-restarts={restarts}")
-    done = run_script("-m", "torch.distributed.run", *launcher, str(EXAMPLES / name), *arguments)
+    command = ("-m", "torch.distributed.run", *launcher, str(EXAMPLES / name), *arguments)
+    done = run_script(*command, forks_ranks=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

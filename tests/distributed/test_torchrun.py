@@ -1,4 +1,4 @@
-"""Launch and restart under the real torchrun."""
+"""Launch and restart under the real torchrun, which executes its ranks in the first test, and forks them in others."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ print(f"rank {world.rank} has {value.item()}", flush=True)
 """
 
 
-def torchrun(folder: Path, processes: int, *arguments: str, restarts: int = 0) -> Ended:
+def torchrun(folder: Path, processes: int, *arguments: str, restarts: int = 0, forks_ranks: bool = True) -> Ended:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     options = ("--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}")
-    return run_script("-m", "torch.distributed.run", *options, str(script), *arguments)
+    return run_script("-m", "torch.distributed.run", *options, str(script), *arguments, forks_ranks=forks_ranks)
 
 
 def test_two_processes_meet_and_part_at_the_end_of_the_script(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, 2)
+    done = torchrun(tmp_path, 2, forks_ranks=False)
     assert done.returncode == 0, done.stderr
     # Lines of two processes may run together in one pipe.
     assert sorted(re.findall(r"rank \d has [\d.]+\d", done.stdout)) == ["rank 0 has 3.0", "rank 1 has 3.0"]
@@ -54,7 +54,7 @@ def test_after_a_killed_rank_two_agents_meet_again(tmp_path: Path) -> None:
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1"]
     command += ["--rdzv-id=two", "--local-addr=127.0.0.1", str(script), "kill"]
     with ThreadPoolExecutor() as threads:
-        agents = list(threads.map(lambda _: run_script(*command), range(2)))
+        agents = list(threads.map(lambda _: run_script(*command, forks_ranks=True), range(2)))
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(agent.stderr for agent in agents)
     assert sum(agent.stdout.count("has 3.0") for agent in agents) == 2
     assert not any("WorkerError" in agent.stderr for agent in agents)

@@ -74,7 +74,7 @@ def run_on_every_machine(folder: Path, words: list[str]) -> str:
     machines = [[str(rank) if word == "NODE_RANK" else word for word in local[1:]] for rank in range(number)]
 
     def run(words: list[str]) -> scripts.Ended:
-        return scripts.run_script("-m", "torch.distributed.run", *words, folder=folder)
+        return scripts.run_script("-m", "torch.distributed.run", *words, folder=folder, forks_ranks=True)
 
     with ThreadPoolExecutor() as threads:
         done = list(threads.map(run, machines))
