@@ -1,8 +1,8 @@
 """Traces that ranks keep: many tests run one model in other layouts, and its trace takes most of their time.
 
-Two models have one trace if nothing that their forward reads differs. Models of classes that are defined in a function,
-with hooks, or with attributes that cannot be compared, are traced each time; so is all that runs in
-a mode of torch's.
+Two models have one trace if nothing that their forward reads differs. Models of classes that are defined in a function
+or in a script other than an example, with hooks, or with attributes that cannot be compared, are traced each time; so is
+all that runs in a mode of torch's.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ __all__ = ["captured_once", "shared", "traced_once"]
 _traces: dict[Hashable, Traced] = {}
 _OWN = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "_whale_scopes"}
 """Attributes that :func:`_key_of_model` looks at by itself."""
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, Enum)
 
 
@@ -77,7 +78,8 @@ def _key_of_model(model: nn.Module) -> Hashable:
     found: list[Hashable] = []
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
-        if "<" in kind.__qualname__ or kind.__module__ == "__main__":
+        script = sys.argv if kind.__module__ == "__main__" else None  # its arguments may be globals that are read
+        if "<" in kind.__qualname__ or (script and Path(script[0]).parent != EXAMPLES):
             raise _Unlike(module)
         source = _source(*(x for x in vars(kind).values() if hasattr(x, "__code__")))
         attributes = {name: x for name, x in vars(module).items() if name not in _OWN}
@@ -88,7 +90,7 @@ def _key_of_model(model: nn.Module) -> Hashable:
             tied = None if x is None else tensors.setdefault(id(x), f"{path}.{name}")
             found.append((name, tied, _key(x)))
         plain = tuple((name, _key(x)) for name, x in attributes.items() if not name.endswith("_hooks"))
-        found.append((path, kind, source, module.training, plain))
+        found.append((path, kind, source, script and tuple(script), module.training, plain))
     return tuple(found)
 
 
