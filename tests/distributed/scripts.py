@@ -155,15 +155,15 @@ def become(command: Sequence[str], environment: Mapping[str, str], folder: str) 
     os.chdir(folder)
     torch.set_num_threads(1)
     code: object = 0
-    shared().__enter__()  # to the end of this process
     try:
-        if command[0] == "-m":
-            sys.argv = list(command[1:])
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = list(command)
-            sys.path.insert(0, str(Path(command[0]).resolve().parent))
-            runpy.run_path(command[0], run_name="__main__")
+        with shared():
+            if command[0] == "-m":
+                sys.argv = list(command[1:])
+                runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.argv = list(command)
+                sys.path.insert(0, str(Path(command[0]).resolve().parent))
+                runpy.run_path(command[0], run_name="__main__")
     except SystemExit as error:
         code = error.code or 0
     except BaseException as error:

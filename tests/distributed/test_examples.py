@@ -60,6 +60,11 @@ def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r": loss ([0-9.]+)", text)]
 
 
+def test_scripts_keep_their_captures(tmp_path: Path) -> None:
+    (tmp_path / "names.py").write_text("import whale.api\nprint(whale.api.trace.__name__)")
+    assert run_script(str(tmp_path / "names.py")).stdout == "traced_once\n"
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_after_a_rank_was_killed() -> None:
     text = run_under_torchrun(2, "resume.py", "--crash", "5", restarts=1)

@@ -1,7 +1,7 @@
 """Traces that ranks keep: many tests run one model in other layouts, and its trace takes most of their time.
 
 Two models have one trace if nothing that their forward reads differs. Models of classes that are defined in a function
-or in a script other than an example, with hooks, or with attributes that cannot be compared, are traced each time; so is
+or in a script that is no example, with hooks, or with attributes that cannot be compared, are traced each time; so is
 all that runs in a mode of torch's.
 """
 
