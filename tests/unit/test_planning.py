@@ -518,12 +518,18 @@ def deep(memory_bytes: int, *, least: bool, layout: Any = HALVES, **options: Any
     return make_plan(model, batch, costs, Options(micro_batches=4, **options), rows=16, name="deep", least=least)
 
 
+@cache
+def roomy(rule: str) -> Planned:
+    """The plan under a rule on devices with memory for all."""
+    return deep(2**33, least=False, recompute=rule)
+
+
 def fullest(found: Planned) -> int:
     return max(device.total for device in found.predicted.prediction.memory)
 
 
 def test_stages_compute_again_as_little_as_their_memory_allows() -> None:
-    by_rule = {rule: deep(2**33, least=False, recompute=rule) for rule in ("none", "selective", "full")}
+    by_rule = {rule: roomy(rule) for rule in ("none", "selective", "full")}
     sizes = {rule: fullest(found) for rule, found in by_rule.items()}
     seconds = [found.predicted.prediction.step_seconds for found in by_rule.values()]
     assert sizes["none"] > sizes["selective"] > sizes["full"]
@@ -539,7 +545,7 @@ def test_stages_compute_again_as_little_as_their_memory_allows() -> None:
 
 
 def test_recompute_is_advised_where_a_plan_would_fit_with_it() -> None:
-    size = fullest(deep(2**33, least=False, recompute="selective"))
+    size = fullest(roomy("selective"))
     with pytest.raises(InfeasibleError, match="would fit with .*--recompute selective"):
         deep(size, least=False)
     with pytest.raises(InfeasibleError) as refused:
@@ -548,7 +554,7 @@ def test_recompute_is_advised_where_a_plan_would_fit_with_it() -> None:
 
 
 def test_the_rule_of_an_annotation_stays() -> None:
-    size = fullest(deep(2**33, least=False)) - 1
+    size = fullest(roomy("none")) - 1
     layout = {"layers.[0-3]": stage(recompute="none"), "layers.[4-7]": stage()}
     with pytest.raises(InfeasibleError):
         deep(size, least=True, layout=layout)
