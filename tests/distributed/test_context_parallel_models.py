@@ -23,7 +23,7 @@ def worlds() -> Iterator[Worlds]:
         yield made
 
 
-def in_low_precision(world: World, way: str) -> tuple[float, float]:
+def in_low_precision(world: World, way: Any) -> tuple[float, float]:
     """Relative errors of the loss and of the gradients in bfloat16, against torch.autocast in one process."""
     torch.manual_seed(0)
     local, batch = zoo.qwen2()
@@ -59,7 +59,7 @@ HUGGING_FACE: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("build", "attention", "options"), HUGGING_FACE.values(), ids=HUGGING_FACE.keys())
-def test_models_of_hugging_face(worlds: Worlds, build: Any, attention: str, options: dict[str, Any]) -> None:
+def test_models_of_hugging_face(worlds: Worlds, build: Any, attention: Any, options: dict[str, Any]) -> None:
     check(worlds, 2, build, Setup(layout={"": split(dim=1, attention=attention)}, promote=True, **options))
 
 
@@ -75,5 +75,5 @@ OTHERS: dict[str, tuple[Callable[[], Any], str, int]] = {
 
 
 @pytest.mark.parametrize(("build", "attention", "size"), OTHERS.values(), ids=OTHERS.keys())
-def test_other_families(worlds: Worlds, build: Any, attention: str, size: int) -> None:
+def test_other_families(worlds: Worlds, build: Any, attention: Any, size: int) -> None:
     check(worlds, size, build, Setup(layout={"": split(dim=1, attention=attention)}, promote=True))
