@@ -68,8 +68,8 @@ MOST_LAUNCHED = 0.5
 """Part of the time of a row in which its device waits for launches, beyond which less of each row saves nothing."""
 
 LEAST_TIME = 0.25
-"""Part of the time limit that a search has at least under each rule of recompute, where nothing fits without; none
-begins that part after the limit."""
+"""Part of the time limit that a search has at least in each way to take less memory, where nothing fits without; after
+that part beyond the limit no rule of recompute is measured any more."""
 
 Way = tuple[Recompute, int, Offload]
 """A rule of recompute, a level of state and what is on hosts, of all stages."""
@@ -187,7 +187,10 @@ class _Searches:
         first = self._run(self.last)
         if first is None and not self.stop() and not self.last.is_possible():
             self._refuse()
-        more = self._fitting(_ways(settings, self.costs.cluster)) if first is None else self._with_less_memory(first)
+        if first is None:
+            more = self._fitting(_ways(settings, self.costs.cluster), nothing_else=True)
+        else:
+            more = self._with_less_memory(first)
         more += self._with_cut_rows([*([first] if first is not None else []), *more])
         if first is None and not more:
             self._refuse()
@@ -216,18 +219,23 @@ class _Searches:
             return None
 
     def _fitting(
-        self, groups: Iterable[Sequence[Way]], counts: Callable[[Found], bool] = lambda found: True
+        self,
+        groups: Iterable[Sequence[Way]],
+        counts: Callable[[Found], bool] = lambda found: True,
+        *,
+        nothing_else: bool = False,
     ) -> list[Found]:
-        """The results of the first group of ways that has some that count."""
+        """The results of the first group of ways that has some that count. Where there is *nothing_else*, ways are also
+        tried after the time limit, except under rules that have to be measured first."""
         found: list[Found] = []
         for ways in groups:
-            if found or self.untried or self.stop():
+            if found or self.stop():
                 break
             for way in ways:
-                if time.monotonic() - self.began > (1 + LEAST_TIME) * self.settings.time_limit:
+                late = time.monotonic() - self.began > (1 + LEAST_TIME) * self.settings.time_limit
+                if late and not (nothing_else and way[0] in self.costs.profile.rules):
                     self.untried = True
-                    break
-                if self._knows(way[0]) and not self.stop():
+                elif self._knows(way[0]) and not self.stop():
                     self.last = self._under(way)
                     if not hosts_hold(self.last.meshes.prices):
                         self.overfull.append(self.last)

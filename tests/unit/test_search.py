@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -412,6 +413,23 @@ def test_state_is_divided_where_that_is_faster_than_the_pipelines_that_fit_witho
     roomy = machines([card("a", 64)] * 8, Link(bandwidth=1e11, latency=1e-6))
     whole = search(given, roomy, batch=8, settings=SearchSettings(time_limit=100.0, zero="auto")).best
     assert not any(stage.level for stage in whole.stages)
+
+
+def test_where_nothing_fits_what_needs_no_measurement_is_tried_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large = layer({"cpu-a": 0.05}, parameters=1e8, kept=1e6, output=1e6)  # 1.6 GB of state
+    machine = machines([card("a", 6)] * 4, Link(bandwidth=1e11, latency=1e-6))
+
+    def measured() -> Any:
+        raise AssertionError("no rule is measured any more")
+
+    settings = SearchSettings(time_limit=1.0, max_stages=1, zero="auto")
+    monkeypatch.setattr(searching, "LEAST_TIME", 100.0)
+    clock = iter([0.0])
+    monkeypatch.setattr(searching, "time", SimpleNamespace(monotonic=lambda: next(clock, 1e6)))
+    found = search(chain([large], (0,) * 8), machine, batch=8, settings=settings, with_rules=measured)
+    assert found.best.prediction.fits and all(stage.level for stage in found.best.stages)
 
 
 def test_no_other_rule_is_tried_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

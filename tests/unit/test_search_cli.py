@@ -170,6 +170,7 @@ def test_what_does_not_fit_ends_with_four_and_says_what_is_missing(folder: Path)
     done = run(*given, "--time-limit", "300")  # of a machine that others use too
     assert done.exit_code == 4, done.output
     assert "GiB" in done.stderr
+    assert "assumed: the state of adamw in memory; --optimizer NAME changes it" in done.stderr
     assert not Path("plan.json").exists()
 
 

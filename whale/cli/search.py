@@ -232,8 +232,10 @@ def search(
         run = _Run(profile, given, interruption, said, trial)
         try:
             _answer(run, cases, chosen, None if model is None else model.trial, output, record, as_json)
-        except InfeasibleError:
-            if not interruption.came():
+        except (InfeasibleError, UsageError) as error:
+            if not interruption.came() or isinstance(error, UsageError):
+                for line in said:
+                    note(f"assumed: {line}")
                 raise
             note("stopped before any plan was found")
         else:
