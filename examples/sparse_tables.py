@@ -2,9 +2,11 @@
 
 torchrun --standalone --nproc-per-node 2 examples/sparse_tables.py
 python examples/sparse_tables.py                                             # alone: the same losses
+torchrun ... examples/sparse_tables.py --host                                # tables in the host's memory: the same
 """
 
 import os
+import sys
 
 import torch
 from torch import nn
@@ -48,7 +50,7 @@ torch.manual_seed(0)
 model, size = Clicks(), int(os.environ.get("WORLD_SIZE", "1"))
 if size > 1:
     whale.annotate(model, whale.place_tables(model, batch(), size))
-model = whale.parallelize(model, batch())
+model = whale.parallelize(model, batch(), offload="tables" if "--host" in sys.argv else "none")
 held = [name for name, _ in model.named_parameters() if name.startswith("tables")]
 print(
     f"rank {model.rank} of {size} has {', '.join(held)}: {[f'{loss:.10f}' for loss in losses(model, model.train_step)]}"

@@ -105,7 +105,8 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
             continue
         level, freed = stage.state.level if stage.state is not None else 0, 0.0
         replicas = prod(axis.size for axis in stage.axes or () if axis.divides_batch)
-        hosted = {"state", "activations"} if stage.offload == "both" else {stage.offload}
+        whole = stage.offload in ("both", "tables")  # a stage with tables there has no other word
+        hosted = {"state", "activations"} if whole else {stage.offload}
         low = plan.precision in ("bf16", "fp16") and "state" not in hosted
         is_divided = level >= (1 if low else 3)
         parameters = fullest.parameters * (replicas if is_divided else 1)

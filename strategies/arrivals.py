@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import fx
 
 from whale.graph.nodes import node_copy
-from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram, wait_for
+from whale.runtime.local_program import INPUTS, LocalCode, LocalGraph, LocalProgram, wait_for
 from whale.strategies.recompute import draws_numbers
 from whale.strategies.split_backward import communicates
 from whale.strategies.traced_call import writes
@@ -45,7 +45,7 @@ def own_first(given: LocalGraph) -> bool:
             first = first or node
             in_order |= has_order
     own = [node for node in calls if node not in late]
-    of_batch, of_parameters = (_reached(own, _of_kinds(given, kinds)) for kinds in ({"input", "step"}, {"parameter"}))
+    of_batch, of_parameters = (_reached(own, _of_kinds(given, kinds)) for kinds in ({*INPUTS, "step"}, {"parameter"}))
     wanted = of_batch & of_parameters
     for node in reversed(own):
         if node in wanted:

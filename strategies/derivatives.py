@@ -13,7 +13,7 @@ from torch import Tensor
 
 from whale.graph.capture import Captured
 from whale.graph.values import needs_grad, value_tensor
-from whale.runtime.local_program import Derivative, LocalGraph, LocalProgram
+from whale.runtime.local_program import INPUTS, Derivative, LocalGraph, LocalProgram
 from whale.runtime.stage import part
 from whale.strategies.differentiation import differentiated
 from whale.strategies.lowering import PlacedStage
@@ -92,9 +92,9 @@ class _Arguments:
             if node.name in captured.parameters and value in stage.stored:
                 shape = stage.layout.local_shape(value, stage.stored[value], (0, *self.at))
                 name = "parameter", captured.parameters[node.name]
-                strides = layouts.get(name[1])
+                place = torch.device("cpu") if name[1] in stage.on_host else device
                 self.kinds[name] = fake_like(
-                    shape, kind.dtype, device, strides=strides, requires_grad=needs_grad(value)
+                    shape, kind.dtype, place, strides=layouts.get(name[1]), requires_grad=needs_grad(value)
                 )
             elif node.name in captured.buffers:
                 buffer = captured.buffers[node.name]
@@ -130,10 +130,10 @@ class _Arguments:
             return earlier[kind][what]
         if kind in ("parameter", "buffer", "constant"):
             return self.kinds[kind, what]
-        if kind == "input":
+        if kind in INPUTS:
             leaf, intervals = what
-            kind_of_leaf = self.leaves[leaf]
-            whole = fake_like(kind_of_leaf.shape, kind_of_leaf.dtype, self.device, strides=kind_of_leaf.stride())
+            kind_of_leaf, place = self.leaves[leaf], self.device if kind == "input" else torch.device("cpu")
+            whole = fake_like(kind_of_leaf.shape, kind_of_leaf.dtype, place, strides=kind_of_leaf.stride())
             return dense(part(whole, intervals))
         if kind == "sum":
             total = value_tensor(self.stage.summed[what])

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from whale.graph.nodes import create_node, node_copy
 from whale.runtime.collectives import Bridge
 from whale.runtime.derivative import OnTape, from_tape, laid_out
-from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, ShapeAndDtype, Source
+from whale.runtime.local_program import INPUTS, Derivative, LocalCode, LocalGraph, ShapeAndDtype, Source
 from whale.runtime.recording import recorded
 from whale.strategies.split_backward import communicates
 from whale.strategies.traced_call import (
@@ -43,7 +43,7 @@ __all__ = ["differentiated"]
 
 aten = torch.ops.aten
 
-_ANEW = ("received", "input", "step")
+_ANEW = (*INPUTS, "received", "step")
 """Sources of tensors that are others in each step, and may have other strides."""
 
 _Place = tuple[fx.Node, Any]
@@ -221,8 +221,10 @@ class _Differentiation:
     def _add(self, place: _Place, gradient: _Gradient) -> None:
         if (before := self.gradients.get(place)) is not None:
             total = self.backward.call(aten.add.Tensor, (before.node, gradient.node))
-            total.meta["val"] = sum_without_data(before.like, gradient.like)
-            gradient = _Gradient(total, total.meta["val"])
+            like = sum_without_data(before.like, gradient.like)
+            if not any(map(_is_from_tape, (before.node, gradient.node))):  # which may be sparse
+                total.meta["val"] = like
+            gradient = _Gradient(total, like)
         self.gradients[place] = gradient
 
     def _go_back(self, node: fx.Node) -> None:
@@ -368,6 +370,13 @@ class _Differentiation:
             else:
                 env[node, 0] = found
         return env
+
+
+def _is_from_tape(node: fx.Node) -> bool:
+    """Whether a gradient was made by a call on a tape, or has a term that was."""
+    if node.target is aten.add.Tensor:
+        return "val" not in node.meta
+    return node.target is operator.getitem and node.args[0].target is from_tape  # type: ignore[union-attr]
 
 
 def _is_alone(node: Any) -> bool:

@@ -442,6 +442,7 @@ def stage_without_data(
         tensors=tensors,
         parameters=(),
         clock=RNGPosition(0),
+        device=torch.device("meta"),
     )
     totals = [value_tensor(value) for value in stage.summed]
     local.begin(batch, [torch.empty(total.shape, dtype=total.dtype, device="meta") for total in totals])

@@ -21,9 +21,13 @@ from whale.runtime.local_program import LocalCode, LocalGraph, Source
 from whale.strategies.layout import Placements
 from whale.strategies.rules.registry import Op, arguments_of
 
-__all__ = ["Emitter", "arguments", "emit", "group_once", "mark_reusable", "substitute"]
+__all__ = ["LEVELS", "Emitter", "arguments", "emit", "group_once", "mark_reusable", "substitute"]
 
 aten = torch.ops.aten
+
+
+LEVELS = ("constant", "step", "micro_batch")
+"""The graphs of a local program, and the sources of what a later one reads of an earlier one."""
 
 
 class Emitter:

@@ -32,15 +32,16 @@ from whale.runtime.attention import CausalRows, has_kernel
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
 from whale.runtime.draws import DRAWS, SeededDraw
 from whale.runtime.experts import from_experts, to_experts
-from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram, Source
+from whale.runtime.local_program import INPUTS, LocalCode, LocalGraph, LocalProgram, Source
 from whale.runtime.random import RNGPosition, SeededAttention, SeededBernoulli, SeededCall, SeededDropout, position_key
 from whale.runtime.routing import AtExperts, Route
 from whale.strategies.analysis import STRETCHES, Analysis, Choice
 from whale.strategies.arrivals import own_first
 from whale.strategies.forms import ASKED, COLLECTIVES, FORMS, FormCall, MeshPlace
 from whale.strategies.halos import causal_mask, windowed_call
+from whale.strategies.host_tables import computed_at_host
 from whale.strategies.layout import Layout, Placements, length_of, unit_shares
-from whale.strategies.local_graph import Emitter, arguments, emit, group_once, mark_reusable, substitute
+from whale.strategies.local_graph import LEVELS, Emitter, arguments, emit, group_once, mark_reusable, substitute
 from whale.strategies.routes import ROUTED
 from whale.strategies.rules.registry import LocalShapes, Op
 from whale.strategies.sequences import ring_call
@@ -48,7 +49,6 @@ from whale.strategies.sequences import ring_call
 aten = torch.ops.aten
 
 CONSTANT, STEP, MICRO_BATCH = 0, 1, 2
-LEVELS = ("constant", "step", "micro_batch")
 
 _NOT_FLOATING = ASKED | COLLECTIVES.keys()
 """Forms in which floating values are not derived: ranks may not reach them at the same time."""
@@ -64,9 +64,10 @@ class PlacedStage(Offloading):
     (:mod:`whale.strategies.folding`). ``summed`` are sums over rows that ranks exchange before a step
     (:mod:`whale.strategies.row_sums`). ``recompute`` says what its backward computes again
     (:mod:`whale.strategies.recompute`), ``state`` how its ranks divide the state of what they sum; None: all have all.
-    ``offload`` says what is in the host's memory, ``reduce`` how its replicas make one gradient of theirs; if they
-    combine them, ``row_axes`` are, for each parameter and the loss, the axes of the mesh along which all that reads
-    (computes) it is replicated. ``origin`` identifies the search that found the placements: stages
+    ``offload`` says what is in the host's memory, ``on_host`` which parameters are looked up there
+    (:mod:`whale.strategies.host_tables`). ``reduce`` says how its replicas make one gradient of theirs; if they combine
+    them, ``row_axes`` are, for each parameter and the loss, the axes of the mesh along which all that reads (computes)
+    it is replicated. ``origin`` identifies the search that found the placements: stages
     with the same one differ only in their index, their ranks, their state, where it is, what is omitted and what is
     computed again. ``price`` is the solver's, on all axes.
     """
@@ -89,6 +90,7 @@ class PlacedStage(Offloading):
     recompute: Recompute = "none"
     state: StateSharding | None = None
     offload: Offload = "none"
+    on_host: frozenset[str] = frozenset()
     reduce: Reduce = "mean"
     price: float = field(default=0.0, compare=False)
     origin: object = field(default_factory=object, compare=False)
@@ -241,6 +243,8 @@ class Lowering:
         for value in self.stage.mutated.values():
             main.outputs.append(self.read(value, self.whole))
         main.outputs += [self.read(value, placed) for _, value, placed in self.stage.returned]
+        if self.stage.on_host:
+            computed_at_host(self.emitters, self.stage.on_host)
         group_once(main.graph)
         mark_reusable(main.graph, main.root, set(main.outputs))
         constant, step, micro_batch = (emitter.finish() for emitter in self.emitters)
@@ -687,7 +691,7 @@ def at_micro_batch(program: LocalProgram, stage: PlacedStage, rank: int, micro_b
     def located(graph: LocalGraph) -> LocalGraph:
         sources: list[Source] = []
         for kind, what in graph.sources:
-            if kind == "input":
+            if kind in INPUTS:
                 leaf, value, want = what
                 sources.append((kind, (leaf, stage.layout.intervals(value, want, coordinates))))
             elif kind in ("rows", "columns"):

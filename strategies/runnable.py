@@ -88,7 +88,7 @@ def runnable_layers(
         found.append(
             RunnableLayer(
                 kind=layer.kind,
-                stage=_stage(placed, program, tensors, parameters),
+                stage=_stage(placed, program, tensors, parameters, device),
                 received=_received(placed, layered.rows.index(rows), generator, device),
                 batch=leaves,
                 parameters=parameters,
@@ -109,6 +109,7 @@ def _stage(
     program: LocalProgram,
     tensors: Mapping[tuple[str, str], Tensor],
     parameters: tuple[nn.Parameter, ...],
+    device: torch.device,
 ) -> LocalStage:
     outputs = tuple(f"sent {index}" for index in range(len(placed.sent)))
     return LocalStage(
@@ -118,6 +119,7 @@ def _stage(
         tensors=tensors,
         parameters=parameters,
         clock=RNGPosition(0),
+        device=device,
     )
 
 

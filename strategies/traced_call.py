@@ -107,11 +107,11 @@ class Kind(NamedTuple):
         return fake_like(self.shape, self.dtype, self.device, strides=self.strides, requires_grad=self.requires_grad)
 
 
+@dataclass(frozen=True)
 class Hole:
     """The place of a tensor among the arguments of a call."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
 
 @dataclass(eq=False)

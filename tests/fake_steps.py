@@ -35,17 +35,19 @@ from whale.compile.communicators import Communicator, communicators, message_ran
 from whale.compile.compile import Options, compile_traced
 from whale.compile.rank_step import rank_step
 from whale.compile.row_shares import row_shares
+from whale.compile.trace import Traced, trace
 from whale.graph.capture import batch_leaves
 from whale.ir.cluster import Cluster
 from whale.ir.state import StateSharding
 from whale.predict.device_memory import memory_advice
-from whale.runtime import messages, random, uploads
+from whale.runtime import at_host, messages, random, uploads
 from whale.runtime.attributes import Changes
 from whale.runtime.engine import Engine, signature
 from whale.runtime.failure import Failures
 from whale.runtime.launch import World
 from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
+from whale.runtime.recording import is_recording
 
 SIZE = 4
 DEVICE = torch.device("cuda", 1)
@@ -181,18 +183,24 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
     annotations, options = found
     annotate(loaded.model, annotations)
     traced = traced_on(DEVICE, spec, options.get("precision"))
-    traced = replace(traced, annotated=traced.stages(module_scopes(loaded.model)))
+    return steps_of(loaded.model, loaded.batch, traced, options)
+
+
+def steps_of(model: nn.Module, given: Any, traced: Traced, options: dict[str, Any]) -> dict[str, Any]:
+    """The same of a model with annotations."""
+    traced = replace(traced, annotated=traced.stages(module_scopes(model)))
     compilation = compile_traced(traced, Cluster.homogeneous(SIZE), Options(**options), device=DEVICE)
-    leaves = batch_leaves(loaded.batch)
+    leaves = batch_leaves(given)
     watched: list[str] = []
     supervisor: Any = SimpleNamespace(check=lambda: None, watch=lambda what, done, seconds: watched.append(what))
     rank, clock = DEVICE.index, RNGPosition(0)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         tensors: dict[str, Tensor] = {}
         for path, own in compilation.local_parameters(rank).items():
-            blank = torch.empty(own.shape, dtype=own.dtype, device=DEVICE)
+            place = "cpu" if path in compilation.tables_on_host else DEVICE
+            blank = torch.empty(own.shape, dtype=own.dtype, device=place)
             tensors[path] = nn.Parameter(blank, requires_grad=own.trainable)
-        for path, buffer in loaded.model.named_buffers():
+        for path, buffer in model.named_buffers():
             tensors[path] = torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE)
         data = rank_step(compilation, rank, compilation.program(rank), clock, device=DEVICE)
         held: dict[tuple[str, Any], Any]
@@ -242,7 +250,13 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
         for number in range(2):  # constants are made in the first
             with waits if number else nullcontext():
                 engine.run(batch, (True,), True, Changes())
+        places = {path: [str(x.device), str(x.grad.device)] for path, x in tensors.items() if x.grad is not None}
+        tables = [x for path, x in tensors.items() if path in compilation.tables_on_host]
+        if tables:
+            optimizer = torch.optim.SGD(tables, lr=0.1)
+            optimizer.step()
     return {
+        "places": places,
         "seeded": Generator.seeded - seeded,
         "unused": sorted(map(str, {one for one in made if rank in one.ranks} - used)),
         "watched": watched,
@@ -250,6 +264,45 @@ def step(spec: str, name: str) -> dict[str, Any] | None:
         "copied": waits.copied,
         "whole": sum(v.numel() for v in leaves.values() if isinstance(v, Tensor)),
     }
+
+
+class Tables(nn.Module):
+    """Tables and a dense part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, 8, mode="sum", sparse=True) for rows in (50, 20))
+        self.dense = nn.Linear(16, 1)
+
+    def forward(self, ids: Tensor, clicked: Tensor) -> Tensor:
+        vectors = [table(ids[:, number] % 20) for number, table in enumerate(self.tables)]
+        return nn.functional.mse_loss(self.dense(torch.cat(vectors, 1)).squeeze(1), clicked)
+
+
+def hosted() -> dict[str, Any]:
+    """A step of a rank that has tables on its host: where these, their gradients, and what goes there and back are."""
+    model = Tables()
+    everyone = list(range(SIZE))
+    own = [whale.cluster([DEVICE.index]), whale.stage(offload="tables")]
+    annotate(model, {"tables": own, "dense": [whale.cluster(everyone), whale.stage(), whale.replicate()]})
+    given = {"ids": torch.zeros(8, 2, 3, dtype=torch.int64), "clicked": torch.zeros(8)}
+    traced = trace(model, given, device=DEVICE, training=True)
+    went: list[list[str]] = []
+    down, up = at_host.download, at_host.upload
+
+    def downloaded(tensors: Any) -> Any:
+        found = down(tensors)
+        went.extend([str(x.device), str(y.device)] for x, y in zip(tensors, found, strict=True) if not is_recording())
+        return found
+
+    def uploaded(x: Tensor, device: torch.device) -> Tensor:
+        found = up(x, device)
+        if not is_recording():
+            went.append([str(x.device), str(found.device)])
+        return found
+
+    at_host.download, at_host.upload = downloaded, uploaded
+    return {**steps_of(model, given, traced, {}), "went": went}
 
 
 def halves(spec: str) -> list[int]:
@@ -277,13 +330,14 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=DEVICE.index, world_size=SIZE)
     messages._Streams = NoQueue  # type: ignore[misc, assignment]
     random._generator_of = lambda device: Generator()  # type: ignore[assignment, return-value]
-    uploads._pinned = lambda x: x.clone()
-    torch.cuda.Event = lambda: SimpleNamespace(record=lambda: None)  # type: ignore[misc, assignment]
+    uploads._blank = lambda x: torch.empty(x.shape, dtype=x.dtype)
+    torch.cuda.Event = lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None)  # type: ignore[misc, assignment]
     said = {
         "ranks": {spec: [compiled(spec, rank) for rank in (0, 1)] for spec in specs},
         "models": {spec: {name: step(spec, name) for name in LAYOUTS} for spec in specs},
         "plans": {name: step(MODEL, name) for name in PLANS},
         "halves": {spec: halves(spec) for spec in LOW},
+        "hosted": hosted(),
         "advice": {name: advice(name) for name in SAVING},
     }
     print(json.dumps(said), flush=True)

@@ -158,14 +158,15 @@ def parallelize(
             rows, where equal shares do not fit. By default all own as much.
         state_align: ``row``: ranks own rows of parameters; ``parameter``: whole parameters, as optimizers need that
             compute with matrices, such as Muon.
-        offload: ``state``, ``activations`` or a list of both, ``both``, ``none``: what is in the host's memory, in
-            stages of which neither the plan nor an annotation (``whale.stage(offload=...)`` or
+        offload: ``state``, ``activations`` or a list of both, ``both``, ``tables``, ``none``: what is in the host's
+            memory, in stages of which neither the plan nor an annotation (``whale.stage(offload=...)`` or
             ``whale.replicate(offload=...)``) says it. ``activations``: what
             forwards keep for backwards, copied there and back beside the computation. ``state``: what a rank owns of
             trained parameters, their gradients and optimizer states; the optimizer computes there. Devices have
             parameters while steps run: all of them with ``zero=1`` and 2, which are copied there once a step, or with
             ``zero=3`` those of a task and the next ones. Ranks own what they sum no gradient of with others alone.
-            Without zero it is 1. The model may be on the CPU then, whatever the device is. ``auto``: in each stage the
+            Without zero it is 1. ``tables``: embedding tables with sparse gradients, which are looked up and updated
+            there. The model may be on the CPU then, whatever the device is. ``auto``: in each stage the
             least with which its devices hold it, after zero and recompute; ``plan="auto"`` then may use it where
             nothing fits without.
         reduce: how replicas make one gradient of theirs, in stages of which neither the plan nor an annotation

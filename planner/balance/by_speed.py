@@ -17,7 +17,7 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.profile import Affine, ModelProfile
-from whale.ir.strategy import OFFLOADS, RECOMPUTES, Offload, Recompute
+from whale.ir.strategy import RECOMPUTES, Offload, Recompute, offload_steps
 from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut
 from whale.planner.balance.shares import Remedy, Worker, fastest_shares, memory_between
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts
@@ -318,7 +318,8 @@ def _more_shared(stages: Stages) -> Ladder:
 def _more_hosted(stages: Stages) -> Ladder:
     """Changes that leave more to the memory of hosts than the given one, if there is some."""
     given = stages.layout.configuration.offload
-    words = OFFLOADS[OFFLOADS.index(given) + 1 :] if has_hosts(stages.layout.cluster) else ()
+    steps = offload_steps(has_tables=stages.profile.has_tables)
+    words = steps[steps.index(given) + 1 :] if given in steps and has_hosts(stages.layout.cluster) else ()
     return [(f"--offload {word}", {"offload": word}) for word in words]
 
 

@@ -22,9 +22,11 @@ __all__ = [
     "Held",
     "Host",
     "adding_on_host",
+    "gathering_on_host",
     "has_hosts",
     "host_of",
     "host_rank_bandwidth",
+    "look_up_type",
     "host_text",
     "link_to_host",
     "node_memories",
@@ -116,6 +118,23 @@ def host_rank_bandwidth(cluster: Cluster, rank: int) -> float:
     return host_of(cluster, node).bandwidth / len(node.ranks)
 
 
+def look_up_type(cluster: Cluster, rank: int) -> DeviceType:
+    """A rank's host as a device that looks tables up and updates them: a processor, with the rank's part of the host's
+    memory bandwidth. A processor is its own host, unless the cluster says how fast the host is.
+
+    >>> from whale.planner.catalog import device_types
+    >>> look_up_type(Cluster.homogeneous(8, device_types()["V100-SXM2-32GB"]), 0).memory_bandwidth / 1e9
+    25.0
+    """
+    type_, node = cluster.devices[rank].type, cluster.node_of(rank)
+    if type_.is_processor and node.host_memory.bandwidth is None:
+        return type_
+    bandwidth = host_rank_bandwidth(cluster, rank)
+    speed = dict.fromkeys(("float64", "float32", "bfloat16", "float16"), bandwidth)  # tables take next to none
+    size = host_of(cluster, node).memory_bytes
+    return DeviceType.of(f"cpu-host-{bandwidth:g}", speed=speed, memory_bytes=size, memory_bandwidth=bandwidth)
+
+
 def has_hosts(cluster: Cluster) -> bool:
     """Whether nodes have memory beside that of their devices: those of processors do if the cluster file says so."""
     nodes = ((cluster.devices[node.ranks[0]].type, node.host_memory) for node in cluster.nodes)
@@ -134,6 +153,14 @@ def adding_on_host(cluster: Cluster, rank: int, num_bytes: float) -> float:
     """Seconds in which a rank adds gradients of some bytes to those of an earlier micro-batch on its host; its device
     waits."""
     return 3 * num_bytes / host_rank_bandwidth(cluster, rank)
+
+
+def gathering_on_host(cluster: Cluster, ranks: Iterable[int], num_bytes: float) -> float:
+    """Seconds in which the slowest of some ranks writes on its host what it gets of all of them, and reads it, whatever
+    the links between their devices are; none for processors, whose links are through their memory, unless the cluster
+    says how fast their host is."""
+    own = [rank for rank in ranks if look_up_type(cluster, rank) != cluster.devices[rank].type]
+    return max((2 * num_bytes / host_rank_bandwidth(cluster, rank) for rank in own), default=0.0)
 
 
 def with_copies(

@@ -375,8 +375,21 @@ class LayerCosts:
         kind = self.profile.kinds[index]
         if not kind.variants:
             return 0.0
-        variant = variant_of(kind, degree, expert)
-        return variant.buffers + sum(one.elements + one.rows for one in variant.sparse)
+        tables = 0.0 if self.stack.tables_on_host else self.tables_of(index, degree, expert)
+        return variant_of(kind, degree, expert).buffers + tables
+
+    def tables_of(self, index: int, degree: int, expert: int = 1) -> float:
+        """Elements of tables with sparse gradients, with a number for each of their rows."""
+        kind = self.profile.kinds[index]
+        return sum(one.elements + one.rows for one in variant_of(kind, degree, expert).sparse) if kind.variants else 0.0
+
+    def vector_bytes(self, index: int, fraction: float, rows: float) -> float:
+        """Bytes of what a *fraction* of a kind of layer looks up in tables with sparse gradients for *rows* rows, bags
+        summed: what its last kernel writes."""
+        kind = self.profile.kinds[index]
+        variant = min(kind.variants, key=lambda one: abs(one.tensor_degree * fraction - 1), default=None)
+        last = variant.forward[-1:] if variant is not None else ()
+        return (last[0].written if last else kind.output).total(rows, self.precision.element_bytes)
 
     def touched(self, layers: Iterable[int], degree: int, rows: float) -> float:
         """Elements of the rows of tables with sparse gradients that a replica looks up for *rows* rows."""

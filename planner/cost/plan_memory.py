@@ -56,6 +56,8 @@ class PlanMemory(PlanCommunicators):
     def memory(self) -> Iterator[DeviceMemory]:
         """Memory of the smallest device of each kind of replica."""
         prices, zero = self.prices, 0 if self.prices.runs else self.prices.stack.zero
+        if prices.stack.tables_on_host:  # of which stages say themselves whether they have some
+            prices = prices.under(prices.stack.recompute, prices.stack.zero)
         any_on_host = any(stage.offload != "none" for stage in self.stages)
         renews = zero >= 2 and len(self.stages) > 1  # weights and gradients are whole, but made anew in each step
         for own in self._devices:
@@ -64,6 +66,7 @@ class PlanMemory(PlanCommunicators):
             degrees, shards = (stage.tensor, stage.expert), len(stage.data_group)
             more = sum(self._whole(index) for index in own)
             state = prices.state_of(layers, *degrees, shards=shards, zero=1 if renews else zero) + prices.state(more)
+            state = replace(state, parameters=state.parameters - self._tables_on_host(own))
             renewed = 0.0
             if renews:  # gradients as they are summed
                 state = replace(state, gradients=state.parameters / prices.precision.element_bytes * SUMMED_BYTES)
@@ -111,9 +114,20 @@ class PlanMemory(PlanCommunicators):
         state = sum(own_bytes(self.prices, self.stages[index], kind) for index in hosted)
         kept = [self.costs[index][place].hosted for index in own]
         return {
-            "host_state": round(state * (2 + self.prices.states)),
+            "host_state": round(state * (2 + self.prices.states) + self._tables_on_host(own)),
             "host_activations": self._in_flight(own, kept) if any(kept) else 0,
         }
+
+    def _tables_on_host(self, own: Sequence[int]) -> float:
+        """Bytes of the tables that a device of these stages has on its host, with a number for each row."""
+        hosted = [self.stages[index] for index in own if self.stages[index].tables_on_host]
+        prices = self.prices
+        elements = sum(
+            prices.tables_of(prices.profile.layers[layer], stage.tensor, stage.expert)
+            for stage in hosted
+            for layer in stage.layers
+        )
+        return elements * prices.precision.element_bytes
 
     def hosts(self) -> tuple[NodeMemory, ...]:
         """Memory of the nodes on which ranks keep something, one of each kind."""
@@ -147,6 +161,7 @@ class PlanMemory(PlanCommunicators):
         prices, stage, done = self.prices, self.stages[own[0]], self._exchanged[own[0]]
         size = prices.precision.element_bytes
         frozen = size * sum(prices.frozen_of(prices.profile.layers[one], stage.tensor, stage.expert) for one in layers)
+        frozen -= 0.0 if prices.stack.tables_on_host else self._tables_on_host(own)
         trained, share = whole.parameters - frozen, owned_part(self.prices, stage, kind)
         apart = size * sum(
             shared / stage.tensor

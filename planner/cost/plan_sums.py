@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from whale.ir.workload import Reduction
 from whale.planner.cost.chain_stage import ChainStage
-from whale.planner.cost.hosts import link_to_host
+from whale.planner.cost.hosts import gathering_on_host, link_to_host
 from whale.planner.cost.overlap import Beside, largest_lead, overlap
 from whale.planner.cost.plan_kinds import PlanKinds
 from whale.planner.cost.replica_kinds import ruled
@@ -108,6 +108,9 @@ class PlanSums(PlanKinds):
                         other = prices.over(kind, group, num_alike * beside, size, stage.owned)
                         seconds, message = seconds * other / message, other
                 exchanged = prices.over("all_gather", group, num_alike * beside, rows * prices.gradient_bytes)
+                if stage.tables_on_host:
+                    on_host = gathering_on_host(prices.cluster, group, rows * prices.gradient_bytes)
+                    exchanged = max(exchanged, on_host)
                 seconds, message = seconds + exchanged, message or exchanged
                 after = 0.0
                 if prices.combines and seconds:
@@ -153,7 +156,8 @@ class PlanSums(PlanKinds):
                     seen.add(place)
             spent = own_prices.stage(members, kind.group, kind.rows, self.micro_batches).backward * last_share
             spent += between_replicas(prices, members, kind.group, kind.rows, stage.row_group)[1]
-            each = (max(0.0, dense), experts)
+            rows = stage.data * prices.touched(members, stage.tensor, max(stage.rows) * self.micro_batches)
+            each = (max(0.0, dense) + rows, experts)
             summed = sum(part * prices.gradient_bytes * pace for part, pace in zip(each, paces, strict=True))
             layers.append((summed, spent))
         total = sum(one.seconds for one in sums)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from whale.ir.strategy import Offload
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.stage import CostModel
@@ -47,7 +48,8 @@ class Exchanged(NamedTuple):
 
 def ruled(prices: CostModel, stage: ChainStage) -> CostModel:
     """The prices of a stage's layers, without exchanges of its state."""
-    return prices.under(stage.recompute, offload="activations" if stage.activations_on_host else "none")
+    word: Offload = "activations" if stage.activations_on_host else "tables" if stage.tables_on_host else "none"
+    return prices.under(stage.recompute, offload=word)
 
 
 def owned_part(prices: CostModel, stage: ChainStage, kind: Kind) -> float:

@@ -19,7 +19,7 @@ from whale.ir.profile import LayerVariant, ModelProfile
 from whale.ir.strategy import Reduce
 from whale.planner.cost.buckets import bucket_bytes, largest_packed, num_buckets_of
 from whale.planner.cost.groups import DeviceGroups, TensorGroup
-from whale.planner.cost.hosts import link_to_host, stepping_on_host, with_copies
+from whale.planner.cost.hosts import link_to_host, look_up_type, stepping_on_host, with_copies
 from whale.planner.cost.layer_cost import with_part
 from whale.planner.cost.layers import Collective, LayerSeconds, variant_of
 from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes, wasted_share
@@ -180,6 +180,8 @@ class CostModel(DeviceGroups):
     ) -> StageCost:
         """Cost of *rows* rows on each device, of which the last ones, *lacking* of them, have a row fewer."""
         degrees = (group.tensor, group.expert, group.context if self.runs else 1)
+        if self.stack.tables_on_host and self.is_sparse(kind):
+            return self._at_host(kind, group, degrees, rows, micro_batches)
         first = group.ranks[: group.degree - lacking]
         most = {self.cluster.devices[rank].type for rank in first} if lacking else group.types
         fewer = rows - 1 or rows - lacking / group.expert  # who has no row computes experts for the rows of others
@@ -234,6 +236,29 @@ class CostModel(DeviceGroups):
             + (slowest.backward if slowest.backward_slack else 0.0),
             accumulation=slowest.accumulation,
             hosted=hosted,
+        )
+
+    def _at_host(
+        self, kind: int, group: TensorGroup, degrees: tuple[int, int, int], rows: float, micro_batches: int
+    ) -> StageCost:
+        """Cost of tables on the hosts of a group, whose vectors come over the link and whose gradients go."""
+        hosts = {look_up_type(self.cluster, rank) for rank in group.ranks}
+        spent = self.seconds(kind, min(hosts, key=lambda host: host.memory_bandwidth), degrees, rows, micro_batches)
+        vectors = self.vector_bytes(kind, 1 / group.tensor, rows)
+        copied = 0.0 if hosts <= set(group.types) else vectors / min(link_to_host(self.cluster, r) for r in group.ranks)
+        forward, backward = (
+            self._collectives_of(some, group, 0.0) for some in (spent.forward_collectives, spent.backward_collectives)
+        )
+        return StageCost(
+            forward=spent.forward + copied + forward,
+            backward=spent.backward + copied + backward,
+            weights=spent.weights,
+            communication=forward + backward,
+            kept=max(self.kept(kind, type_, degrees, rows) for type_ in group.types),
+            working=vectors,
+            update=spent.update,
+            measured=False,
+            launched=0.0,
         )
 
     def stage(

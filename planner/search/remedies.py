@@ -122,7 +122,10 @@ def remedies(
     if not any(found) and settings.offload == "none" and has_hosts(prices.cluster):
         most, last = (*known, rule)[len(known) - 1], max(1, level, *levels)
         on_host: list[tuple[Recompute, int, Offload]] = [(rule, max(1, level), "state"), (most, last, "state")]
-        found.append(next((way for way in (*on_host, (most, last, "both")) if fits(prices.under(*way), batch)), None))
+        on_host.append((most, last, "both"))
+        if prices.profile.has_tables:
+            on_host = [(rule, level, "tables")]
+        found.append(next((way for way in on_host if fits(prices.under(*way), batch)), None))
     for way in found:
         if way is not None:
             said = [f"recompute {way[0]!r}"] if way[0] != rule else []

@@ -188,7 +188,7 @@ class _Searches:
         if first is None and not self.stop() and not self.last.is_possible():
             self._refuse()
         if first is None:
-            more = self._fitting(_ways(settings, self.costs.cluster), nothing_else=True)
+            more = self._fitting(_ways(settings, self.costs), nothing_else=True)
         else:
             more = self._with_less_memory(first)
         more += self._with_cut_rows([*([first] if first is not None else []), *more])
@@ -291,7 +291,7 @@ class _Searches:
         if not cut.cuts:
             return []
         self.costs = cut
-        return self._fitting([[self.settings.way], *_ways(self.settings, cut.cluster)], _is_cut)
+        return self._fitting([[self.settings.way], *_ways(self.settings, cut)], _is_cut)
 
     def _refuse(self) -> NoReturn:
         """Say what is missing, and what would help."""
@@ -332,16 +332,19 @@ def _is_cut(found: Found) -> bool:
     return any(stage.context > 1 for stage in found.best.stages)
 
 
-def _ways(settings: SearchSettings, cluster: Cluster) -> Iterator[list[Way]]:
+def _ways(settings: SearchSettings, costs: CostModel) -> Iterator[list[Way]]:
     """Changes to try where nothing fits, those first that cost least: one of rule and level, then both, and what is on
     the host, with these or without."""
     rules = RECOMPUTES[1:] if settings.recompute == "auto" else ()
-    levels = (1, 3) if settings.zero == "auto" and len(cluster.devices) > 1 else ()
+    levels = (1, 3) if settings.zero == "auto" and len(costs.cluster.devices) > 1 else ()
     rule, level, offload = settings.way
     yield [*((rule, one, offload) for one in levels), *((one, level, offload) for one in rules)]
     if rules and levels:
         yield [(one, levels[-1], offload) for one in rules]
-    if settings.offload == "auto" and has_hosts(cluster):
+    if settings.offload == "auto" and has_hosts(costs.cluster) and costs.profile.has_tables:
+        most = (*rules, rule)[len(rules) - 1]
+        yield [(rule, level, "tables"), (most, (*levels, level)[len(levels) - 1], "tables")]
+    elif settings.offload == "auto" and has_hosts(costs.cluster):
         each: tuple[int, ...] = (1, 3) if settings.zero == "auto" else (max(1, level),)
         yield [*((rule, one, "state") for one in each), (rule, level, "activations")]
         most = (*rules, rule)[len(rules) - 1]

@@ -21,12 +21,12 @@ def test_dlrm_holds_every_table_whole_on_one_rank() -> None:
 
 
 def test_sparse_tables_are_placed_on_ranks_with_the_losses_of_one() -> None:
-    def said(size: int) -> dict[str, str]:
-        return dict(re.findall(r"has (.*): (.*)", run(size, "sparse_tables.py")))
+    def said(size: int, *arguments: str) -> dict[str, str]:
+        return dict(re.findall(r"has (.*): (.*)", run(size, "sparse_tables.py", *arguments)))
 
-    together, alone = said(2), said(1)
+    together, alone, on_host = said(2), said(1), said(2, "--host")
     assert len(together) == 2
-    assert {*together.values()} == {*alone.values()}
+    assert {*together.values()} == {*alone.values()} == {*on_host.values()}
 
 
 @pytest.mark.parametrize(

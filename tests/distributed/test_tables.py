@@ -218,6 +218,32 @@ def test_torch_clips_sparse_gradients_of_replicas(worlds: Worlds) -> None:
     assert max(worlds.run(2, clipped)) < 1e-12
 
 
+class Twice(nn.Module):
+    """A table that skips a padding index and is looked up twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 4, sparse=True, padding_idx=1)
+
+    def forward(self, ids: Tensor, clicked: Tensor) -> Tensor:
+        found = self.table(ids[:, 0]).sum((1, 2)) * self.table(ids[:, 1, 0]).sum(1)
+        return F.binary_cross_entropy_with_logits(found, clicked)
+
+
+def twice(world: World) -> float:
+    local = Twice().double()
+    made: Any = whale.parallelize(copy.deepcopy(local), batch(), device="cpu")
+    local(**batch()).backward()
+    made.train_step(**batch())
+    assert local.table.weight.grad is not None
+    return float((made.full_gradients()["table.weight"] - local.table.weight.grad.to_dense()).abs().max())
+
+
+def test_two_look_ups_of_a_table_with_a_padding_index_make_one_gradient(worlds: Worlds) -> None:
+    assert max(worlds.run(2, twice)) < 1e-12
+
+
 def tried(world: World) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

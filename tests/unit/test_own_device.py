@@ -87,6 +87,20 @@ def test_a_rank_is_in_no_process_group_that_it_does_not_use(
     assert [one["unused"] for one in stepped[spec].values() if one is not None and one["unused"]] == []
 
 
+def test_tables_on_a_host_and_their_gradients_never_are_on_its_device(steps: dict[str, Any]) -> None:
+    """Indices are on the host, vectors come, then gradients of vectors go, of two tables, in two steps."""
+    found = steps["hosted"]
+    assert found["places"] == {
+        "tables.0.weight": ["cpu", "cpu"],
+        "tables.1.weight": ["cpu", "cpu"],
+        "dense.weight": ["cuda:1", "cuda:1"],
+        "dense.bias": ["cuda:1", "cuda:1"],
+    }
+    one = [["cpu", "cpu"], ["cpu", "cuda:1"]] * 2 + [["cuda:1", "cpu"]] * 2
+    assert found["went"] == one * 2
+    assert (found["waits"], found["unused"]) == ([], [])
+
+
 @pytest.mark.parametrize("spec", LOW)
 def test_models_under_autocast_are_cut_into_micro_batches(spec: str, steps: dict[str, Any]) -> None:
     assert steps["halves"][spec] == [4, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -24,7 +25,7 @@ from whale.ir.plan import Plan
 from whale.ir.profile import LayerVariant, ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.search import SearchSettings
-from whale.planner.tables import Table, TableDevice, cheapest_places
+from whale.planner.tables import Table, TableDevice, TableHost, cheapest_places
 from whale.predict.costs import Costs
 from whale.strategies.profile import profile_model
 
@@ -318,3 +319,91 @@ def test_models_that_are_mostly_no_tables_have_no_places() -> None:
     trial = CandidateCompiler(model, batch, name="m", loss_fn=lambda output, _: output.square().mean())
     profile = search_inputs(trial, batch, machines, scopes={}, loss_fn=trial.loss_fn).profile
     assert not list(placed_choices(trial, profile, machines, batch=8))
+
+
+def on_host(*sizes: int, memory: int, host: int) -> Any:
+    """Tables that take twice as long on a host, on two devices of one host."""
+    nothing: dict[str, Any] = {"fixed": (0, 0), "sent_bytes": 0}
+    tables = [
+        Table(name=str(number), rows=1, columns=1, bytes=size, seconds=(1, 1), at_host=(2, 2), **nothing)
+        for number, size in enumerate(sizes)
+    ]
+    devices = [
+        TableDevice(name=f"device {i}", memory_bytes=memory, seconds=0, share=0.5, seconds_per_byte=0) for i in (0, 1)
+    ]
+    return cheapest_places(tables, devices, [TableHost("node", host)])
+
+
+def test_tables_are_on_hosts_where_devices_cannot_hold_them() -> None:
+    assert not any(place.on_host for place in on_host(9, 9, memory=10, host=100).places.values())
+    found = on_host(30, 9, 9, memory=10, host=100)
+    assert [place.on_host for place in found.places.values()] == [True, False, False]
+    assert (found.bytes, found.host_bytes) == ((9, 9), (30,))
+    found = on_host(6, 6, 6, memory=10, host=100)  # in no two parts
+    assert sum(place.on_host for place in found.places.values()) == 1
+
+
+def test_tables_that_fit_neither_on_devices_nor_on_hosts_are_refused_with_what_is_left_of_both() -> None:
+    with pytest.raises(InfeasibleError, match="device 0 10 B, device 1 10 B, the host node 20 B"):
+        on_host(30, memory=10, host=20)
+
+
+def test_a_model_larger_than_its_devices_has_tables_on_the_host() -> None:
+    class Clicks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(
+                nn.EmbeddingBag(rows, 64, mode="sum", sparse=True) for rows in (10**8, 500, 400)
+            )
+            self.dense = nn.Linear(192, 1)
+
+        def forward(self, ids: Tensor, clicked: Tensor) -> Tensor:
+            vectors = [table(ids[:, number]) for number, table in enumerate(self.tables)]
+            return nn.functional.mse_loss(self.dense(torch.cat(vectors, 1)).squeeze(1), clicked)
+
+    given = {
+        "ids": torch.zeros(1024, 3, 4, dtype=torch.int64, device="meta"),
+        "clicked": torch.zeros(1024, device="meta"),
+    }
+    cluster = Cluster.homogeneous(1, device_types()["T4"])
+    found = whale.place_tables(fresh(Clicks), given, cluster)
+    assert str(found["tables.[0]"][1]) == "stage(1, offload='tables')"
+    assert str(found["tables.[1,2]"][1]) == "stage(1)"
+    small = Cluster.homogeneous(1, replace(device_types()["T4"], memory_bytes=2**33))
+    with pytest.raises(InfeasibleError, match=r"T4.* GiB, the host node0 .* GiB"):
+        whale.place_tables(fresh(Clicks), given, small)
+
+
+def fresh(made_by: type[nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return made_by()
+
+
+def test_the_search_places_tables_on_hosts_where_devices_cannot_hold_them() -> None:
+    """Two tables of 60 GiB and a small one on two nodes of two V100 of 32 GiB each."""
+    machines = Cluster.parse(HOSTS, catalog=device_types())
+    batch = torch.zeros(4096, 3, 8, dtype=torch.long)
+    with torch.device("meta"):
+        model = Tables(10**9, 10**9, 9_000_000)
+    found, trial = search(model, batch, machines)
+    assert "in memory of hosts" in found.best.said
+    assert found.best.plan == Plan.parse(found.best.plan.dumps())
+    assert "tables" in {stage.offload for stage in found.best.plan.stages}
+    prediction = trial.predict(found.best.plan, trial_profile(trial, batch, machines), machines)[0]
+    assert prediction.fits
+    assert max(host.state for host in prediction.hosts) > 20 * GIB
+
+
+HOSTS = """
+[links]
+intra_node = {bandwidth = "12 GB/s", latency = "5 us"}
+inter_node = {bandwidth = "25 Gbit/s", latency = "15 us"}
+[[nodes]]
+devices = 2
+device = "V100-SXM2-32GB"
+host_memory = {size = "200 GiB"}
+[[nodes]]
+devices = 2
+device = "V100-SXM2-32GB"
+host_memory = {size = "200 GiB"}
+"""

@@ -31,7 +31,7 @@ from whale.cli.options import (
 )
 from whale.errors import UsageError
 from whale.ir.state import LEVELS
-from whale.ir.strategy import OFFLOADS, REDUCES, STATE_ON_HOST
+from whale.ir.strategy import REDUCES, STATE_ON_HOST, offload_steps
 from whale.ir.units import bytes_text, time_text
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 from whale.planner.schedules.orders import SCHEDULES
@@ -146,7 +146,8 @@ def estimate(
     if beyond and as_whale:
         note("for what Whale does, make the profile with 'whale profile model', and with its --precision bf16 or fp16")
     levels = LEVELS if zero == "auto" else (configuration.zero,)
-    for word, level in product(OFFLOADS if offload == "auto" else (offload,), levels):  # the first that fits
+    words = offload_steps(has_tables=profile.has_tables) if offload == "auto" else (offload,)
+    for word, level in product(words, levels):  # the first that fits
         configuration = replace(configuration, zero=level, auto_shares=auto_shares and level > 0, offload=word)
         found = predict(profile, cluster, configuration)
         if found.prediction.fits:

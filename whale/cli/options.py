@@ -146,8 +146,8 @@ def offload_option(default: Any, otherwise: str) -> Callable[[_Function], _Funct
         "--offload",
         type=click.Choice((*OFFLOADS, "auto")),
         default=default,
-        help="What is in the host's memory: activations, state (parameters, gradients, optimizer states), or both; "
-        f"auto: the least that fits, by stage [{otherwise}].",
+        help="What is in the host's memory: activations, state (parameters, gradients, optimizer states), both, or "
+        f"tables with sparse gradients; auto: the least that fits, by stage [{otherwise}].",
     )
 
 

@@ -36,7 +36,16 @@ from whale.cli.options import (
 from whale.cli.plan_text import command, stage_table, step_lines
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.state import LEVELS, Align, StateSharding
-from whale.ir.strategy import MAX_STALENESS, RECOMPUTES, REDUCES, STATE_ON_HOST, Offload, Recompute, Reduce
+from whale.ir.strategy import (
+    MAX_STALENESS,
+    RECOMPUTES,
+    REDUCES,
+    STATE_ON_HOST,
+    Offload,
+    Recompute,
+    Reduce,
+    offload_steps,
+)
 from whale.ir.units import counted, time_text
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
@@ -191,7 +200,8 @@ def plan(
             raise UsageError(f"--stages {stages} is for a model without annotations, but {loaded.name} has some")
         rules: tuple[Recompute, ...] = ("none", "full") if recompute == "auto" else (recompute or "none",)
         levels = (0, 3) if zero == "auto" else (zero or 0,)
-        words: tuple[Offload, ...] = ("none", "both") if offload == "auto" else (offload or "none",)
+        most = offload_steps(has_tables=profile.has_tables)[-1]
+        words: tuple[Offload, ...] = ("none", most) if offload == "auto" else (offload or "none",)
         ways = [*product(words, rules, levels)]
         # buckets of a divided state are counted generously here: what the compiled plan holds decides
         less = [(words[-1], rules[-1], LEVELS[-1])] if 0 < levels[-1] < LEVELS[-1] else []

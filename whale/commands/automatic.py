@@ -17,6 +17,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from whale.commands.candidates import CandidateCompiler, take_scopes
+from whale.commands.least_offload import offload_that_fits
 from whale.commands.searching import search_plans
 from whale.commands.tables import placed_choices
 from whale.compile.compile import Options, compile_traced, offloads_told, states_of
@@ -27,7 +28,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
 from whale.ir.state import LEVELS, Align, StateSharding
-from whale.ir.strategy import OFFLOADS, Offload, Recompute, ScopePath
+from whale.ir.strategy import Offload, Recompute, ScopePath
 from whale.ir.workload import DeviceMemory
 from whale.planner.balance.least_recompute import least_recompute, least_steps
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -249,9 +250,8 @@ def with_least_memory(
             )
             chosen = replace(chosen, recompute=tuple(rules))
         if offload:
-            words = least_steps(
-                ranks,
-                OFFLOADS,
+            words = offload_that_fits(
+                first,
                 lambda words: memory_of(replace(chosen, offload=words)),
                 given=offloads_told(first.partition, options.plan),
             )

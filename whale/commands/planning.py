@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from whale.annotations import Annotation, annotate
+from whale.commands.least_offload import offload_that_fits
 from whale.commands.plan_writer import shortage_of
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced, offloads_told, states_of
@@ -208,7 +209,7 @@ def make_plan(
         return _divided(plan, levels, way)
 
     def with_hosts(plan: Plan) -> Plan:
-        words = least_steps(ranks, OFFLOADS, lambda words: memory_of(_hosted(plan, words)), given=on_host)
+        words = offload_that_fits(first, lambda words: memory_of(_hosted(plan, words)), given=on_host)
         return _hosted(plan, words)
 
     def most_of_all() -> Plan:
@@ -222,7 +223,9 @@ def make_plan(
         plans = [one for way in ways if (one := way()) != start]
         return [one for one in plans if _fit(memory_of(one))]
 
-    may_divide = any(len(spec.ranks) > 1 for spec in first.reduces)
+    has_rows = any(spec.rows for spec in first.reduces)  # which are no part of a state that is divided
+    least_state = None if has_rows else least_state
+    may_divide = not has_rows and any(len(spec.ranks) > 1 for spec in first.reduces)
     ways = [
         *([partial(with_rules, start)] if least else []),
         *([partial(with_levels, start)] if least_state is not None else []),

@@ -27,11 +27,12 @@ from whale.compile.trace import Traced, precision_of, trace
 from whale.errors import UsageError, WhaleError
 from whale.graph.capture_checks import module_of, modules_around
 from whale.graph.values import has_sparse_gradient, needs_grad, operands, value_shape, value_tensor
-from whale.ir.cluster import Cluster, Link
+from whale.ir.cluster import Cluster, Link, Node
 from whale.ir.plan import ClusterIdentity, Plan
 from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, ModelProfile
 from whale.ir.units import counted
 from whale.planner.catalog import device_types
+from whale.planner.cost.hosts import OF_PROCESSES, has_hosts, host_of, link_to_host, look_up_type
 from whale.planner.cost.layers import layer_seconds
 from whale.planner.cost.memory import framework_bytes, run_state_bytes
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -39,7 +40,7 @@ from whale.planner.cost.precision import precision_named
 from whale.planner.network.communication import collective
 from whale.planner.network.topology import Topology
 from whale.planner.search import Candidate, StageChoice
-from whale.planner.tables import Table, TableDevice, TablePlace, TablePlaces, Way, cheapest_places
+from whale.planner.tables import Table, TableDevice, TableHost, TablePlace, TablePlaces, Way, cheapest_places
 from whale.predict.layer_parts import stage_layers
 
 __all__ = ["PlacedTables", "place_tables", "placed_choices", "placed_tables"]
@@ -58,7 +59,8 @@ def place_tables(
     optimizer: Optimizer = "adamw",
 ) -> dict[str, list[Annotation]]:
     """Annotations that place a model's embedding tables, for `annotate`: each whole on one device, or cut by columns or
-    rows over several, and the rest of the model in replicas on all, with hot tables of few rows.
+    rows over several, and the rest of the model in replicas on all, with hot tables of few rows. Tables with sparse
+    gradients for which devices have no room are in the memory of hosts.
 
     Places are chosen by the cost model, so that the slowest device is fast and all of them fit in memory. Equal
     arguments give equal places on every rank.
@@ -145,7 +147,7 @@ def _placed(
     priced = _Prices(traced, cluster, ranks, precision, optimizer)
     tables = tuple(map(priced.table, found))
     devices = tuple(priced.devices({one.parameter for one in found}))
-    places = cheapest_places(tables, devices)
+    places = cheapest_places(tables, devices, priced.hosts if has_hosts(cluster) else ())
     return PlacedTables(annotations=_annotations(places, ranks), tables=tables, devices=devices, places=places)
 
 
@@ -262,12 +264,17 @@ def _said(places: TablePlaces, types: Sequence[str]) -> str:
     >>> places = {"a": TablePlace("whole", (0,)), "b": TablePlace("rows", (0, 1)), "c": TablePlace("whole", (1,))}
     >>> _said(TablePlaces(places=places, seconds=(), bytes=()), ["T4", "T4"])
     'tables placed on 2 T4 (2 whole, 1 by rows), the rest in 2 replicas'
+    >>> places["b"] = places["b"]._replace(on_host=True)
+    >>> _said(TablePlaces(places=places, seconds=(), bytes=()), ["T4", "T4"])
+    'tables placed on 2 T4 (2 whole, 1 by rows; 1 in memory of hosts), the rest in 2 replicas'
     """
     ways = Counter(place.way for place in places.places.values())
     words: dict[Way, str] = {"whole": "whole", "columns": "by columns", "rows": "by rows", "replicas": "in replicas"}
-    cuts = [f"{ways[way]} {text}" for way, text in words.items() if ways[way]]
+    cuts = ", ".join(f"{ways[way]} {text}" for way, text in words.items() if ways[way])
+    hosted = sum(place.on_host for place in places.places.values())
+    cuts += f"; {hosted} in memory of hosts" if hosted else ""
     shown = " + ".join(f"{count} {name}" for name, count in Counter(types).items())
-    return f"tables placed on {shown} ({', '.join(cuts)}), the rest in {counted(len(types), 'replica')}"
+    return f"tables placed on {shown} ({cuts}), the rest in {counted(len(types), 'replica')}"
 
 
 def _device_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
@@ -350,7 +357,31 @@ class _Prices:
             fixed=tuple(self._time(indices, self.cluster.devices[rank].type) + joined for rank in self.ranks),
             sent_bytes=found.sent * size,
             of_replicas=self._of_replicas(kind, found, rows, columns),
+            at_host=tuple(self._at_host(kind, found, rank) for rank in self.ranks) if found.sparse else (),
         )
+
+    def _at_host(self, kind: LayerKind, found: _Found, rank: int) -> float:
+        """Seconds of a table at a rank's host, with its vectors on their way to the device and their gradients."""
+        host = look_up_type(self.cluster, rank)
+        alone = host == self.cluster.devices[rank].type
+        copied = 0.0 if alone else 2 * found.sent * self.precision.element_bytes / link_to_host(self.cluster, rank)
+        return self._time(kind, host) + copied
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The nodes of the devices."""
+        found = {node.name: node for node in map(self.cluster.node_of, self.ranks)}
+        return list(found.values())
+
+    @property
+    def hosts(self) -> list[TableHost]:
+        """The memory of these nodes, beside what processes take."""
+        found = []
+        for node in self.nodes:
+            own = [rank for rank in self.ranks if rank in node.ranks]
+            processes = sum(OF_PROCESSES for rank in own if not self.cluster.devices[rank].type.is_processor)
+            found.append(TableHost(node.name, ROOM * (host_of(self.cluster, node).memory_bytes - processes)))
+        return found
 
     def _of_replicas(self, kind: LayerKind, found: _Found, rows: int, columns: int) -> tuple[float, ...]:
         """Seconds of each device that looks its share of the batch up in a replica: all sum the gradients, and each
@@ -406,6 +437,7 @@ class _Prices:
         size = 2**20 * len(ranks)
         sent = size * (len(ranks) - 1) / len(ranks)
         pace = collective(self.topology, "all_to_all", ranks, size).transfer / sent if len(ranks) > 1 else 0.0
+        hosts = {node.name: position for position, node in enumerate(self.nodes)}
         for device, share in zip(own, self.shares, strict=True):
             yield TableDevice(
                 name=device.name,
@@ -413,6 +445,7 @@ class _Prices:
                 seconds=0.0,
                 share=share,
                 seconds_per_byte=pace,
+                host=hosts[device.node],
             )
 
 
@@ -437,5 +470,6 @@ def _annotations(places: TablePlaces, ranks: Sequence[int]) -> dict[str, list[An
     for (parent, place), names in together.items():
         key = f"{parent}.[{','.join(names)}]".removeprefix(".") if names[0].isdigit() else parent
         inner = [] if place.way == "whole" else [split()]
-        found[key] = [on_devices([ranks[position] for position in place.ranks]), stage(len(place.ranks)), *inner]
+        of_place = stage(len(place.ranks), offload="tables" if place.on_host else None)
+        found[key] = [on_devices([ranks[position] for position in place.ranks]), of_place, *inner]
     return found

@@ -21,7 +21,7 @@ from whale.runtime.cuda_graphs import Recorder
 from whale.runtime.engine import CompiledStep, ReplicaCounts
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
-from whale.runtime.local_program import bound, with_backwards
+from whale.runtime.local_program import LocalProgram, bound, with_backwards
 from whale.runtime.local_rows import RowTerms
 from whale.runtime.messages import messages_of
 from whale.runtime.random import RNGPosition
@@ -45,6 +45,7 @@ def assemble(
     failures: Failures,
     device: torch.device,
     transport: Any = dist,
+    host_group: Callable[[tuple[int, ...]], Any] | None = None,
     message_group: Callable[[Edge, Direction], Any] = lambda edge, direction: None,
     credit: int | None = None,
     recorder: Recorder | None = None,
@@ -62,6 +63,7 @@ def assemble(
         reduce_group: the process group of a bucket's ranks.
         failures, device, credit: as in the executor.
         transport: has ``isend``, ``irecv`` and ``all_reduce``: ``torch.distributed``, except in a dry run.
+        host_group: that of a bucket's ranks for tensors on the host; by default *reduce_group*.
         message_group: the process group of an edge's messages in a direction.
         recorder: of the device; None: graphs are run operator by operator.
         warn: called if they are run so nevertheless.
@@ -81,6 +83,7 @@ def assemble(
             tensors=tensors,
             parameters=[p for n in stage.parameters if isinstance(p := tensors.get(("parameter", n)), nn.Parameter)],
             clock=clock,
+            device=device,
             returned=stage.returned,
             keeps_casts=recorder is not None,
         )
@@ -103,13 +106,14 @@ def assemble(
             parameters=held[spec.index],
             ranks=spec.ranks,
             stages=frozenset(spec.stages).intersection(stages),
-            group=reduce_group(spec.ranks),
+            group=(host_group or reduce_group if spec.on_host else reduce_group)(spec.ranks),
             early=early[spec.index],
             unit=units[spec.index] if spec.bounds else None,
             each=spec.each,
             dtype=getattr(torch, spec.dtype) if spec.dtype else None,
             adasum=combination(spec, names),
             rows=spec.rows,
+            on_host=spec.on_host,
         )
         for spec, names in step.buckets
     ]
@@ -129,19 +133,21 @@ def assemble(
         group_of=message_group,
         credit=credit,
     )
-    terms = []
-    for numbers, program in step.sums.terms:
-        bare: dict[str, Any] = {"outputs": tuple(map(str, numbers)), "mutated": (), "parameters": ()}
-        terms.append((numbers, LocalStage(programs=(program,), tensors=tensors, clock=clock, **bare)))
+
+    def alone(program: LocalProgram, outputs: tuple[str, ...]) -> LocalStage:
+        """A stage without tasks."""
+        bare: dict[str, Any] = {"outputs": outputs, "mutated": (), "parameters": ()}
+        return LocalStage(programs=(program,), tensors=tensors, clock=clock, device=device, **bare)
+
+    terms = tuple((numbers, alone(program, tuple(map(str, numbers)))) for numbers, program in step.sums.terms)
     count = None
     if step.count is not None:
-        bare = {"outputs": ("count",), "mutated": (), "parameters": ()}
         own = step.count.program
-        counting = None if own is None else LocalStage(programs=(own,), tensors=tensors, clock=clock, **bare)
+        counting = None if own is None else alone(own, ("count",))
         count = ReplicaCounts(step.count.replicas, step.count.replica, counting)
     return CompiledStep(
         count=count,
-        sums=RowTerms(step.sums.likes, tuple(terms)),
+        sums=RowTerms(step.sums.likes, terms),
         executor=executor,
         stages=list(stages.values()),
         counts_loss=step.counts_loss,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from whale.compile.any_size import AnySize, PlacedStep, TracingAndPlacing
 from whale.compile.assembly import assemble
-from whale.compile.communicators import PURPOSES, Communicator, communicators, message_ranks
+from whale.compile.communicators import ON_HOSTS, PURPOSES, Communicator, communicators, message_ranks
 from whale.compile.compilation import Compilation
 from whale.compile.compile import Options, compile_traced, local_tensors, rows_of
 from whale.compile.kernels import compiled_kernels, kernels_of_inductor, run_alone
@@ -111,6 +111,7 @@ class Builder:
         self.made = Groups(world)
         self.groups: dict[Communicator, Any] = {}
         self.loss_group: Any = None
+        self.host_group: Any = None
         self.first: Compilation | None = None
         self.any_size = AnySize(lambda number: ints_of_all(world, number, "the comparison of compiled steps"))
         self.shards: dict[str, Shard] = {}
@@ -157,6 +158,7 @@ class Builder:
             for name, b in model.named_buffers()
         }
         hosted = {name for unit in compilation.units if unit.on_host for name in unit.names}
+        hosted |= compilation.tables_on_host
         places = {name: torch.device("cpu") if name in hosted else world.device for name in shards}
         if self.initial is None:
             held = local_tensors(shards, world.rank, named, places)
@@ -178,7 +180,9 @@ class Builder:
             self._make_groups(compilation)
             if world.device.type != "cuda":  # the default group has no messages there
                 everyone = tuple(range(world.size))
-                self.loss_group = self.made.make([everyone])[everyone]
+                self.loss_group = self.host_group = self.made.make([everyone])[everyone]
+            elif bring != "global" or compilation.tables_on_host:
+                self.host_group = self.made.of_hosts()
         shares, refusals = row_shares(compilation), Refusals(world)
         engine = Engine(
             world=world,
@@ -196,7 +200,13 @@ class Builder:
             loss_scaler=LossScaler() if self.options.precision == "fp16" else None,
             updates=StepInBackward() if self.options.step_in_backward else None,
             axes=MeshAxes(world, [stage.mesh for stage in compilation.stages], self.made),
-            column_groups={one.ranks: group for one, group in self.groups.items() if one.purpose == "sums of columns"},
+            column_groups={
+                (one.ranks, one.purpose in ON_HOSTS): group
+                for one, group in self.groups.items()
+                if one.purpose.startswith("sums of columns")
+            },
+            on_host=compilation.tables_on_host,
+            host_group=self.host_group,
         )
         data = self._rank_step(compilation)
         step = self._assemble(self._with_kernels(data, held, example), held)
@@ -230,11 +240,13 @@ class Builder:
         on_device = self.world.device.type == "cuda"
         wanted = [c for c in communicators(compilation, for_messages=on_device) if c not in self.groups]
         for purpose in PURPOSES:
-            made = self.made.make(ranks for other, ranks in wanted if other == purpose)
+            make = self.made.make_on_hosts if purpose in ON_HOSTS else self.made.make
+            made = make(ranks for other, ranks in wanted if other == purpose)
             self.groups |= {Communicator(purpose, ranks): group for ranks, group in made.items()}
         for one in wanted if on_device else ():
             if self.world.rank in one.ranks:
-                work = dist.all_reduce(torch.zeros(1, device=self.world.device), group=self.groups[one], async_op=True)
+                place = torch.device("cpu") if one.purpose in ON_HOSTS else self.world.device
+                work = dist.all_reduce(torch.zeros(1, device=place), group=self.groups[one], async_op=True)
                 assert work is not None
                 self.world.failures.wait(work, f"the first use of the group {one}", one.ranks)
 
@@ -251,16 +263,13 @@ class Builder:
         return lambda edge, direction: found.get(Communicator(direction, message_ranks(specs, edge)))
 
     def _local_batches(self, compilation: Compilation, shares: RowShares, refusals: Refusals) -> LocalBatches:
-        host = self.loss_group
-        if self.world.size > 1 and self.world.device.type != "cpu":
-            host = self.made.of_hosts()
         return LocalBatches(
             world=self.world,
             shares=shares,
             refusals=refusals,
             leaves=batch_leaf_names(compilation),
             known=frozenset(compilation.captured.inputs.values()),
-            host_group=host,
+            host_group=self.host_group,
             group=self.loss_group,
             compared_first=FIRST_COMPARED,
             compared_each=COMPARED_EACH,
@@ -323,6 +332,7 @@ class Builder:
             rows_per_micro_batch=self.rows,
             stored=self.first.stored_forms() | forms_of_unread(self.first.unread),
             units=self.first.units,
+            on_host=self.first.tables_on_host,
         )
 
     def _trace(self, batch: Mapping[str, Any], modes: Modes, returns: Returns, numbers: Collection[str]) -> Traced:
@@ -360,7 +370,7 @@ class Builder:
         zeros = {n: torch.zeros_like(x, device=device) if isinstance(x, Tensor) else x for n, x in batch.items()}
         board = Board(self.world, "compilation of kernels", patience_seconds=_COMPILATION_SECONDS)
         try:
-            run_alone(compiled, self._held(step, tensors), zeros, self.clock)
+            run_alone(compiled, self._held(step, tensors), zeros, self.clock, device)
         except BaseException as error:
             board.put(f"rank {self.world.rank}", f"{type(error).__name__}: {error}")
             raise
@@ -415,6 +425,7 @@ class Builder:
             reduce_group=self._group_of("sums of gradients"),
             failures=self.world.failures,
             device=self.world.device,
+            host_group=self._group_of("sums of gradients on hosts"),
             message_group=self._message_group(),
             recorder=self.recorder,
             warn=self.world.warn,

@@ -18,10 +18,16 @@ from whale.ir.check import CollectiveCall
 from whale.ir.program import Direction, Edge, StageSpec, box_size
 from whale.runtime.launch import families
 
-__all__ = ["DIRECTIONS", "PURPOSES", "Communicator", "communicators", "message_ranks", "start_up"]
+__all__ = ["DIRECTIONS", "ON_HOSTS", "PURPOSES", "Communicator", "communicators", "message_ranks", "start_up"]
 
-PURPOSES = ("inside stages", "sums of gradients", "gathers of parameters", "sums of columns", "forward", "backward")
+PURPOSES = (
+    "inside stages", "sums of gradients", "gathers of parameters", "sums of columns", "forward", "backward",
+    "sums of gradients on hosts", "sums of columns on hosts",
+)  # fmt: skip
 """Uses of process groups that must not wait for each other, in the order in which groups are made."""
+
+ON_HOSTS = frozenset(("sums of gradients on hosts", "sums of columns on hosts"))
+"""Purposes of groups for tensors in the host's memory."""
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
@@ -41,15 +47,22 @@ def communicators(compilation: Compilation, *, for_messages: bool) -> tuple[Comm
         for_messages: whether messages have groups of their own: on NCCL all that is started on a group runs one after
             another.
     """
-    sets: dict[str, set[tuple[int, ...]]] = {
-        "inside stages": _lines(compilation),
-        "sums of gradients": {
+    sums = {
+        name: {
             ranks
             for spec in compilation.reduces
+            if spec.on_host == on_host
             for ranks in (spec.ranks, *([] if spec.adasum is None else [spec.adasum.ranks]))
-        },
+        }
+        for name, on_host in (("sums of gradients", False), ("sums of gradients on hosts", True))
+    }
+    on_device, on_host = _columns(compilation)
+    sets: dict[str, set[tuple[int, ...]]] = {
+        "inside stages": _lines(compilation),
         "gathers of parameters": {unit.spec.ranks for unit in compilation.units},
-        "sums of columns": _columns(compilation),
+        "sums of columns": on_device,
+        "sums of columns on hosts": on_host,
+        **sums,
     }
     if for_messages:
         for direction in DIRECTIONS:
@@ -72,8 +85,9 @@ def _lines(compilation: Compilation) -> set[tuple[int, ...]]:
     return found
 
 
-def _columns(compilation: Compilation) -> set[tuple[int, ...]]:
-    """The ranks that have columns of the same rows of a table with sparse gradients, whose rows have one state."""
+def _columns(compilation: Compilation) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """The ranks that have columns of the same rows of a table with sparse gradients, whose rows have one state: of
+    tables on devices, and of those on hosts."""
     captured = compilation.captured
     names = {
         captured.parameters[node.name]
@@ -81,7 +95,12 @@ def _columns(compilation: Compilation) -> set[tuple[int, ...]]:
         if node.op == "placeholder" and node.name in captured.parameters and has_sparse_gradient((node, 0))
     }
     shards = compilation.shards() if names else {}
-    return {shards[name].ranks_of_columns(rank) for name in names for rank in shards[name].parts} - {()}
+    hosted = compilation.tables_on_host
+
+    def together(names: set[str]) -> set[tuple[int, ...]]:
+        return {shards[name].ranks_of_columns(rank) for name in names for rank in shards[name].parts} - {()}
+
+    return together(names - hosted), together(names & hosted)
 
 
 def _has_messages(edge: Edge, direction: Direction) -> bool:

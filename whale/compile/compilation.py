@@ -136,6 +136,11 @@ class Compilation:
         return any(stage.activations_on_host for stage in self.stages)
 
     @cached_property
+    def tables_on_host(self) -> frozenset[str]:
+        """The names of the tables in the host's memory."""
+        return frozenset[str]().union(*(stage.on_host for stage in self.stages))
+
+    @cached_property
     def row_sums(self) -> RowSums:
         """The sums over rows that ranks exchange before a step."""
         exchanged = any(stage.summed for stage in self.stages)
@@ -235,7 +240,7 @@ class Compilation:
         placements = [f"step in the backward {self.step_in_backward} staleness {self.staleness}"]
         for stage in self.stages:
             placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes} recompute {stage.recompute}")
-            placements.append(f"state {stage.state} on the host {stage.offload}")
+            placements.append(f"state {stage.state} on the host {stage.offload} {sorted(stage.on_host)}")
             placements += [f"{n.name} {' '.join(map(str, c))}" for n, c in stage.choices.items()]
             for placed in (stage.stored, stage.sent):
                 placements += sorted(f"{value_name(v)} {' '.join(map(str, p))}" for v, p in placed.items())

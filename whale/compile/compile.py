@@ -40,6 +40,7 @@ from whale.runtime.owned import Unit
 from whale.strategies.analysis import Analysis
 from whale.strategies.bridge_prices import GLOO, Prices
 from whale.strategies.casts import read_as
+from whale.strategies.host_tables import tables_of
 from whale.strategies.lowering import PlacedStage
 from whale.strategies.placing import Report, StageProblem, batch_placeholders, place_stage
 from whale.strategies.row_sums import row_sums
@@ -93,6 +94,7 @@ def compile_traced(
     rows_per_micro_batch: int | None = None,
     stored: Mapping[tuple[int, str], tuple[StoredForm, ...]] | None = None,
     units: tuple[Unit, ...] = (),
+    on_host: frozenset[str] = frozenset(),
 ) -> Compilation:
     """Compile a traced model for a cluster.
 
@@ -105,6 +107,7 @@ def compile_traced(
         rows_per_micro_batch: of an earlier compilation whose parameters are in use.
         stored: how that compilation stores its parameters.
         units: of which ranks own stretches in it.
+        on_host: names of the tables that it has in the host's memory.
 
     Raises:
         AnnotationError, InfeasibleError, PlanMismatchError, UsageError: annotations, plan and devices do not fit.
@@ -145,6 +148,7 @@ def compile_traced(
         )
         for stage, rule, state, offload, reduce in zip(stages, rules, states, hosted, reduces_by, strict=True)
     )
+    stages = _with_tables_on_host(captured, stages, None if stored is None else on_host)
     if options.local_rows:
         summed = row_sums(captured, analysis, stages).values
         stages = tuple(replace(stage, summed=summed) for stage in stages)
@@ -187,6 +191,33 @@ def compile_traced(
             for unit in units
         )
     return replace(found, units=units)
+
+
+def _with_tables_on_host(
+    captured: Captured, stages: tuple[PlacedStage, ...], known: frozenset[str] | None
+) -> tuple[PlacedStage, ...]:
+    """Stages that know which of their tables are in the host's memory; those that are *known* stay there.
+
+    Raises:
+        UsageError: there are none where they are asked for, or stages share one that only some have there.
+    """
+    asked = [stage for stage in stages if stage.tables_on_host]
+    found = {stage.index: tables_of(captured, stage.stored) if known is None else known for stage in asked}
+    if asked and not any(found.values()) and known is None:
+        raise UsageError(
+            "offload='tables' has tables with sparse gradients in the host's memory, and there are none in "
+            f"{'stage' if len(asked) == 1 else 'stages'} {', '.join(str(stage.index) for stage in asked)}: make "
+            "embeddings with sparse=True, or leave it out"
+        )
+    for stage in stages:
+        names = {captured.parameters[v[0].name] for v in stage.stored if v[0].name in captured.parameters}
+        for index, tables in found.items():
+            if shared := sorted(tables & names - found.get(stage.index, frozenset())):
+                raise UsageError(
+                    f"stages {index} and {stage.index} read {shared[0]}, but only stage {index} has offload='tables': "
+                    "say it of both, or of none"
+                )
+    return tuple(replace(stage, on_host=found.get(stage.index, frozenset())) for stage in stages)
 
 
 def _units_of(compilation: Compilation) -> tuple[Unit, ...]:

@@ -193,6 +193,7 @@ def sums_of_gradients(
                 )
             options["adasum"] = adasum
             options["rows"] = by_name[bucket[0]].rows
+            options["on_host"] = any(bucket[0] in stage.on_host for stage in readers_of)
             found.append((ReduceSpec(index=0, ranks=together, stages=sharing, **options), bucket))
     places = places_of_readers(captured)
     # Ranks start buckets in one order, whatever their groups: a bucket of others that is ready later would keep one

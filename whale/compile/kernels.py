@@ -82,7 +82,11 @@ def compiled_kernels(step: RankStep, segments: Segments) -> RankStep:
 
 
 def run_alone(
-    step: RankStep, tensors: Mapping[tuple[str, Any], Any], batch: Mapping[str, Any], clock: RNGPosition
+    step: RankStep,
+    tensors: Mapping[tuple[str, Any], Any],
+    batch: Mapping[str, Any],
+    clock: RNGPosition,
+    device: torch.device,
 ) -> None:
     """Run every program of a rank once, forward and backward, without other ranks and without a trace: parameters,
     gradients, buffers and generators are as before."""
@@ -93,7 +97,6 @@ def run_alone(
         tensors |= {("gradient", name): slot for name, slot in alone.slots.items()}
     parameters = [x for x in tensors.values() if isinstance(x, nn.Parameter)]
     gradients = [x.grad for x in parameters]
-    device = next(iter(tensors.values())).device
     for parameter in parameters:
         parameter.grad = None
     try:
@@ -122,6 +125,7 @@ def _run_stage(
         tensors=tensors,
         parameters=(),
         clock=clock,
+        device=device,
         returned=stage.returned,
     )
     local.begin(*given)

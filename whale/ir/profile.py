@@ -417,6 +417,11 @@ class ModelProfile(FileRecord):
     cut_dim: Count = 0
     uncut: tuple[tuple[Count, str], ...] = ()
 
+    @property
+    def has_tables(self) -> bool:
+        """Whether some parameters have sparse gradients."""
+        return any(variant.sparse for kind in self.kinds for variant in kind.variants[:1])
+
     def chain(self) -> Iterator[LayerKind]:
         """The kind of every layer, in order."""
         for position in self.layers:

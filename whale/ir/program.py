@@ -136,6 +136,7 @@ class ReduceSpec:
         adasum: how the gradients of replicas are combined; None: they are summed.
         rows: the number of rows that each rank sends of the sparse gradient of its one parameter, the most of which one
             has a gradient; 0: gradients are dense.
+        on_host: whether its parameter is in the host's memory, where ranks exchange these rows.
     """
 
     index: int
@@ -147,6 +148,7 @@ class ReduceSpec:
     dtype: str = ""
     adasum: Adasum | None = None
     rows: int = 0
+    on_host: bool = False
 
 
 class Compute(NamedTuple):

@@ -49,6 +49,7 @@ __all__ = [
     "encode_scopes",
     "experts_of",
     "offload_of",
+    "offload_steps",
     "parse_strategy",
     "region_of",
     "role_of_axis",
@@ -72,11 +73,19 @@ layer but its inputs."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """From the one that keeps most to the one that keeps least."""
 
-Offload = Literal["none", "activations", "state", "both"]
+Offload = Literal["none", "activations", "state", "both", "tables"]
 """Word for what is in the host's memory: nothing; what forwards keep for backwards; what a rank owns of trained
-parameters, gradients and optimizer states; or both."""
+parameters, gradients and optimizer states; both; or embedding tables with sparse gradients, which are looked up and
+updated there."""
 
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+
+
+def offload_steps(*, has_tables: bool) -> tuple[Offload, ...]:
+    """Words from the one that keeps most on devices to the one that keeps least there: of models that have tables with
+    sparse gradients, which cannot be among stretches of a state on the host, or of others."""
+    return ("none", "tables") if has_tables else ("none", "activations", "state", "both")
+
 
 STATE_ON_HOST, ACTIVATIONS_ON_HOST = frozenset(("state", "both")), frozenset(("activations", "both"))
 """The words by which each of them is there."""
@@ -96,6 +105,11 @@ class Offloading:
     def activations_on_host(self) -> bool:
         """Whether forwards keep there what backwards read."""
         return self.offload in ACTIVATIONS_ON_HOST
+
+    @property
+    def tables_on_host(self) -> bool:
+        """Whether embedding tables with sparse gradients are there."""
+        return self.offload == "tables"
 
 
 Reduce = Literal["mean", "adasum", "server"]
@@ -450,6 +464,11 @@ def offload_of(given: str | Iterable[str] | None) -> Offload | None:
     for word in words - set(OFFLOADS):
         raise AnnotationError(
             f"offload is {word!r}; it can be {', '.join(map(repr, OFFLOADS))}, or a list of 'state' and 'activations'"
+        )
+    if "tables" in words and words - {"tables", "none"}:
+        raise AnnotationError(
+            f"offload has {' and '.join(map(repr, sorted(words)))}: a stage has either its tables in the host's "
+            "memory, or state and activations; put the tables into a stage of their own"
         )
     if words >= {"state", "activations"} or "both" in words:
         return "both"

@@ -5,12 +5,15 @@ Layers measured at some tensor degrees are priced at any fraction; results are c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.planner.cost.hosts import link_to_host, look_up_type
 from whale.planner.cost.layer_cost import LayerCosts
 from whale.planner.cost.layers import LayerSeconds
 from whale.planner.cost.optimizers import Optimizer
@@ -58,11 +61,31 @@ class Costs:
         """Seconds of a micro-batch through a shard of a layer, without collectives, unless they were measured with
         it."""
         type_ = self.cluster.devices[rank].type
+        if part.tables_on_host and self._of_layers.is_sparse(kind):
+            return self._at_host(kind, rank, part)
         key = (kind, type_.name, part)
         if key not in self._layers:
             self._layers[key] = self._of_layers.under(part.recompute).seconds_of_part(
                 kind, type_, part.fraction, part.expert, part.rows, self.micro_batches, part.context, part.part
             )
+        return self._layers[key]
+
+    def host_key(self, rank: int, parts: Sequence[Part]) -> str:
+        """The host of a rank as a key of the seconds of its shards, if tables are there."""
+        on_host = any(part.tables_on_host for part in parts)
+        return f"{look_up_type(self.cluster, rank).name} {link_to_host(self.cluster, rank)}" if on_host else ""
+
+    def _at_host(self, kind: int, rank: int, part: Part) -> LayerSeconds:
+        """The same of tables on a rank's host, with the copies of vectors and of their gradients."""
+        host = look_up_type(self.cluster, rank)
+        link = inf if host == self.cluster.devices[rank].type else link_to_host(self.cluster, rank)
+        key = (kind, host.name, link, part)
+        if key not in self._layers:
+            spent = self._of_layers.seconds_of_part(
+                kind, host, part.fraction, part.expert, part.rows, self.micro_batches
+            )
+            copied = self._of_layers.vector_bytes(kind, part.fraction, part.rows) / link
+            self._layers[key] = replace(spent, forward=spent.forward + copied, backward=spent.backward + copied)
         return self._layers[key]
 
     def collective(self, kind: str, ranks: tuple[int, ...], num_bytes: int, num_alike: int = 1) -> float:

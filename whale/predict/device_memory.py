@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
-from whale.compile.communicators import DIRECTIONS, Communicator, communicators
+from whale.compile.communicators import DIRECTIONS, ON_HOSTS, Communicator, communicators
 from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.program import box_size
@@ -21,6 +21,7 @@ from whale.planner.cost.memory import communicator_bytes, framework_bytes, waste
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.peak_memory import Device, PeakMemory, brief_peak_memory
 from whale.strategies.dry_run import like_ranks
+from whale.strategies.host_tables import tables_of
 
 __all__ = ["bytes_of_communicators", "device_memory", "memory_advice", "peak_memories"]
 
@@ -107,7 +108,7 @@ def bytes_of_communicators(compilation: Compilation) -> dict[int, float]:
     found = dict.fromkeys(everyone, 0.0)
     for purpose, ranks in (Communicator("all", everyone), *communicators(compilation, for_messages=True)):
         bandwidth, members = cluster.least_bandwidth(ranks), set(ranks)
-        for rank in ranks if bandwidth else ():
+        for rank in ranks if bandwidth and purpose not in ON_HOSTS else ():
             others = len(peers.get((purpose, rank), {}).keys() & members)
             if others or purpose not in DIRECTIONS:
                 found[rank] += communicator_bytes(bandwidth, len(ranks), others)
@@ -155,8 +156,11 @@ def memory_advice(compilation: Compilation, cluster: Cluster, rank: int, schedul
     level = min(own, default=0)
     if level < 3 and any(rank in spec.ranks and len(spec.ranks) > 1 for spec in compilation.reduces):
         cures.append(f"zero={3 if level else 1}")
-    hosted = {stage.offload for stage in compilation.stages if rank in stage.mesh.ranks}
-    if hosted != {"both"}:
+    own_stages = [stage for stage in compilation.stages if rank in stage.mesh.ranks]
+    hosted = {stage.offload for stage in own_stages}
+    if any(not stage.on_host and tables_of(compilation.captured, stage.stored) for stage in own_stages):
+        cures.append('offload="tables"')
+    elif not hosted & {"both", "tables"}:
         less = "state" if hosted == {"none"} else "both"
         cures.append(f'offload="{less}"')
     rows = compilation.rows[0]

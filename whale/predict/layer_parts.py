@@ -25,7 +25,7 @@ __all__ = ["Part", "StageLayers", "stage_layers"]
 class Part:
     """A rank's shard of a layer: the rows of a micro-batch, the fraction of a split, the number of ranks over which
     only its experts are split, that of ranks over which each row is cut with how many times an equal part of it this
-    rank has, and what its backward computes again."""
+    rank has, what its backward computes again, and whether tables with sparse gradients are on the host."""
 
     rows: int
     fraction: float
@@ -33,6 +33,7 @@ class Part:
     context: int = 1
     part: float = 1.0
     recompute: Recompute = "none"
+    tables_on_host: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,15 @@ def _parts(
                     context * stage.mesh.shape[axis],
                     own * stage.mesh.shape[axis] * shares[axis][at] / sums[axis],
                 )
-        return Part(rows=rows, fraction=fraction, expert=expert, context=context, part=own, recompute=stage.recompute)
+        return Part(
+            rows=rows,
+            fraction=fraction,
+            expert=expert,
+            context=context,
+            part=own,
+            recompute=stage.recompute,
+            tables_on_host=stage.tables_on_host,
+        )
 
     found = {}
     for rank in stage.mesh.ranks:

@@ -36,6 +36,7 @@ from whale.planner.cost.optimizers import Optimizer, costs_of, state_elements, t
 from whale.planner.schedules.orders import schedule_order
 from whale.predict.fingerprint import Fingerprint, fingerprint, sketch
 from whale.predict.replay import Event, Log, Replay, marked
+from whale.runtime.at_host import counted_apart
 from whale.runtime.by_autograd import ByAutograd
 from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
@@ -299,7 +300,8 @@ def _held(
         buffers=at_peak["buffers"] + at_peak["sums"],
         tasks=found.tasks,
         calls=found.calls,
-        host_state=2 * sum(prod(one.shape) * one.item for one in found.on_host) + _states(optimizer, found.on_host),
+        host_state=sum((2 - one.sparse) * prod(one.shape) * one.item for one in found.on_host)
+        + _states(optimizer, found.on_host),
         host_activations=sum(most_in_flight[stage] * task.hosted for stage, task in found.tasks.items()),
     )
 
@@ -376,8 +378,9 @@ class _Nobody:
         return _Done()
 
     def gather_single(self, whole: Tensor, part: Tensor, **options: Any) -> _Done:
-        self.live.mark(whole, "sums")
-        self.live.mark(part, "sums")
+        for tensor in (whole, part):
+            if self.live.purpose_of(tensor):  # it is not on the host
+                self.live.mark(tensor, "sums")
         return _Done()
 
 
@@ -457,7 +460,10 @@ class _Trial:
                 continue
             blank = torch.empty(part.shape, dtype=part.dtype, device=self.place)
             self.parameters[name] = nn.Parameter(blank, requires_grad=part.trainable)
-            self.live.add(self.parameters[name], "parameters")
+            if name in self.compilation.tables_on_host:
+                self.live.leave_out(self.parameters[name])
+            else:
+                self.live.add(self.parameters[name], "parameters")
             if part.trainable:
                 self.parameters[name].register_post_accumulate_grad_hook(partial(self._accumulated, name))
         self.tensors = {("parameter", name): parameter for name, parameter in self.parameters.items()}
@@ -538,7 +544,7 @@ class _Trial:
         self.live.log.add("ready", name)
         self._came(parameter)
         self.live.log.paused = True  # reductions that start now are not the layer's
-        if parameter.grad is not None:
+        if parameter.grad is not None and name not in self.compilation.tables_on_host:
             self.live.mark(parameter.grad, "gradients")
 
     def _resume(self, parameter: Tensor) -> None:
@@ -608,7 +614,7 @@ class _Trial:
                 programs = {id(program): accelerated(program) for program in stage.programs}
                 stage.programs = [programs[id(program)] for program in stage.programs]
         step.executor.programs[True] = self.noting
-        with warnings.catch_warnings(), copied_by(self._on_host), self.live:
+        with warnings.catch_warnings(), copied_by(self._on_host), counted_apart(self.live.elsewhere), self.live:
             warnings.simplefilter("ignore")
             sums = [torch.empty(shape, dtype=dtype, device=self.place) for shape, dtype in data.sums.likes]
             for stage in step.stages:
@@ -674,7 +680,17 @@ class _Trial:
             replay.finish()
         if any(replay.failed for replay in self._replays):
             return None
-        there = [parameter for held in self.units if held.unit.on_host for parameter in held.parameters.values()]
+        there = [
+            _Shape(tuple(parameter.shape), parameter.element_size())
+            for held in self.units
+            if held.unit.on_host
+            for parameter in held.parameters.values()
+        ]
+        tables = self.parameters.keys() & self.compilation.tables_on_host
+        there += [
+            _Shape(tuple(self.parameters[name].shape), self.parameters[name].element_size(), sparse=True)
+            for name in sorted(tables)
+        ]
         at_peak = self.live.at_peak.copy()
         for parameter in self._trained().values():  # what backwards and sums have left for the optimizer
             if parameter.grad is not None and not parameter.grad.is_sparse and self.live.purpose_of(parameter.grad):
@@ -685,14 +701,15 @@ class _Trial:
             trained=tuple(
                 _Shape(tuple(x.shape), x.element_size(), name in self.sparse) for name, x in self._trained().items()
             ),
-            on_host=tuple(_Shape(tuple(parameter.shape), parameter.element_size()) for parameter in there),
+            on_host=tuple(there),
             tasks=self.tasks(),
             calls=self.calls(),
         )
 
     def _trained(self) -> dict[str, Tensor]:
         """The parameters on the device that an optimizer updates, in its order: the model's."""
-        trained: dict[str, Tensor] = {name: x for name, x in self.parameters.items() if x.requires_grad}
+        hosted = self.compilation.tables_on_host
+        trained: dict[str, Tensor] = {n: x for n, x in self.parameters.items() if x.requires_grad and n not in hosted}
         for held in self.units:
             if not held.unit.on_host:
                 trained |= held.parameters

@@ -22,7 +22,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.profile import Interference
 from whale.ir.program import ReduceSpec, box_size
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
-from whale.planner.cost.hosts import adding_on_host, link_to_host, stepping_on_host, with_copies
+from whale.planner.cost.hosts import adding_on_host, gathering_on_host, link_to_host, stepping_on_host, with_copies
 from whale.planner.cost.sharded import ShardedUnit, arrival_seconds, scattered_by, sharded_seconds
 from whale.planner.cost.stage import exposed_beside
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
@@ -103,7 +103,7 @@ def _spent(costs: Costs, own: StageLayers) -> dict[int, _Spent]:
     known: dict[Any, _Spent] = {}
     found = {}
     for rank, parts in own.parts.items():
-        key = (costs.cluster.devices[rank].type.name, parts)
+        key = (costs.cluster.devices[rank].type.name, costs.host_key(rank, parts), parts)
         if key not in known:
             known[key] = _spent_on(costs, own.layers, rank, parts)
         found[rank] = known[key]
@@ -349,6 +349,8 @@ def _reductions(
         if spec.bounds:
             seconds = _to_owners(costs, _scattered_by(costs, spec), spec, size, num_alike, owned)
             seconds = max(seconds, copies.get(spec.index, 0.0))
+        if spec.on_host:
+            seconds = max(seconds, gathering_on_host(costs.cluster, spec.ranks, size))
         if spec.adasum is not None:
             seconds = max(costs.collective("all_to_all", spec.ranks, size, num_alike), copies.get(spec.index, 0.0))
         found.append(

@@ -33,7 +33,7 @@ def sum_over_columns(parameters: Sequence[Tensor], terms: Sequence[Tensor]) -> l
         WorkerError: a rank did not come within the timeout; the message names it.
     """
     owned, columns = owners_of(parameters), []
-    together: dict[tuple[Engine, tuple[int, ...]], list[Tensor]] = {}
+    together: dict[tuple[Engine, tuple[int, ...], bool], list[Tensor]] = {}
     for parameter, term in zip(parameters, terms, strict=True):
         columns.append(prod(parameter.shape[1:]))
         if id(parameter) not in owned:
@@ -42,18 +42,18 @@ def sum_over_columns(parameters: Sequence[Tensor], terms: Sequence[Tensor]) -> l
         shard = engine.shard(name)
         columns[-1] = prod(shard.shape[1:])
         if ranks := shard.ranks_of_columns(engine.world.rank):
-            if ranks not in engine.column_groups:
+            if (ranks, name in engine.on_host) not in engine.column_groups:
                 raise UsageError(
                     f"{name} is cut by columns, and its gradient is not sparse, so ranks do not add up the squares of "
                     "its rows: make the embedding with sparse=True, or use another optimizer, such as AdamW, for it"
                 )
             own = shard.parts[engine.world.rank]
             term /= sum(shard.parts[rank] == own for rank in ranks)  # replicas have equal ones
-            together.setdefault((engine, ranks), []).append(term)
-    for (engine, ranks), given in together.items():
+            together.setdefault((engine, ranks, name in engine.on_host), []).append(term)
+    for (engine, ranks, on_host), given in together.items():
         total = torch.cat(given)
         what = f"the sums of columns over ranks {list(ranks)}"
-        work = dist.all_reduce(total, group=engine.column_groups[ranks], async_op=True)
+        work = dist.all_reduce(total, group=engine.column_groups[ranks, on_host], async_op=True)
         engine.world.failures.wait(work, what, ranks, blocking=not total.is_cuda)
         torch._foreach_copy_(given, list(total.split([len(term) for term in given])))
     return columns

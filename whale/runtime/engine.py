@@ -191,7 +191,10 @@ class Engine:
         precision: in which steps compute, as under ``torch.autocast``; None: in that of the model.
         loss_scaler: keeps a factor of the loss, in float16.
         axes: of the meshes of its stages.
-        column_groups: by their ranks, of those that have columns each of tables with sparse gradients.
+        column_groups: of ranks that have columns each of tables with sparse gradients, by these ranks and by whether
+            the tables are in the host's memory.
+        on_host: names of the tables that are there.
+        host_group: of all ranks, for tensors on the host.
         updates: of parameters inside of steps; None: the script's optimizers update them after these.
         floats: arguments of type float, with the first value of each.
         numbers: those that were another number later.
@@ -217,7 +220,9 @@ class Engine:
     axes: MeshAxes | None = None
     updates: StepInBackward | None = None
     floats: dict[str, float] = field(default_factory=dict)
-    column_groups: Mapping[tuple[int, ...], Any] = field(default_factory=dict)
+    column_groups: Mapping[tuple[tuple[int, ...], bool], Any] = field(default_factory=dict)
+    on_host: frozenset[str] = frozenset()
+    host_group: dist.ProcessGroup | None = None
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
     done: Counter[str] = field(init=False, default_factory=Counter)
@@ -489,7 +494,8 @@ class Engine:
         flat = [x.detach().flatten() for x in self._replicas]
         strides = [-(-len(x) // _SAMPLED) for x in flat]
         step = self.clock.step
-        found = [x[step % stride :: stride].double().sum() for x, stride in zip(flat, strides, strict=True)]
+        samples = [x[step % stride :: stride].to(self.world.device) for x, stride in zip(flat, strides, strict=True)]
+        found = [x.double().sum() for x in samples]
         if not found:
             return torch.zeros(())
         sums = torch.stack(found)
@@ -543,22 +549,24 @@ class Engine:
         shard, rank, size = self.shard(name), self.world.rank, self.world.size
         receives = to is None or rank == to
         parts = list(gathered_parts(shard, size, to))
+        on_host = name in self.on_host  # where all ranks together may have more than a device holds
+        place, group = (torch.device("cpu"), self.host_group) if on_host else (self.world.device, None)
         if not parts and shard.parts.get(rank) == shard.whole:
-            return own.detach().to(self.world.device, copy=True) if own is not None and receives else None
-        whole = torch.zeros(shard.shape, dtype=shard.dtype, device=self.world.device) if receives else None
+            return own.detach().to(place, copy=True) if own is not None and receives else None
+        whole = torch.zeros(shard.shape, dtype=shard.dtype, device=place) if receives else None
         for intervals, owner, ranks in parts:
             if rank not in ranks:
                 continue
-            piece = own.detach().to(self.world.device).contiguous() if own is not None and owner == rank else None
+            piece = own.detach().to(place).contiguous() if own is not None and owner == rank else None
             if piece is None:
                 assert whole is not None
                 piece = whole.new_empty([sum(b - a for a, b in dim) for dim in intervals])
             if to is None:
-                work = dist.broadcast(piece, owner, async_op=True)
+                work = dist.broadcast(piece, owner, group=group, async_op=True)
             elif owner == to:
                 work = None
             else:
-                work = dist.isend(piece, to) if owner == rank else dist.irecv(piece, owner)
+                work = dist.isend(piece, to, group) if owner == rank else dist.irecv(piece, owner, group)
             if work is not None:
                 what = f"the parts of {name}, which every rank must ask for (full_state_dict, full_gradients)"
                 self.world.failures.wait(work, what, ranks)

@@ -53,9 +53,14 @@ class Groups:
 
     def of_hosts(self) -> dist.ProcessGroup:
         """A new group of all ranks, for tensors on the CPU."""
+        everyone = tuple(range(self._world.size))
+        return self.make_on_hosts([everyone])[everyone]
+
+    def make_on_hosts(self, rank_sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """New groups for tensors on the CPU; all ranks must call it with the same sets, in one order."""
         timeout = timedelta(seconds=self._world.step_timeout_seconds)
-        made = dist.new_group(timeout=timeout, backend="gloo")
-        self._made.append(made)
+        made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend="gloo") for ranks in rank_sets}
+        self._made.extend(made.values())
         return made
 
 

@@ -20,6 +20,7 @@ from whale.runtime.collectives import CollectiveModule, Group
 from whale.runtime.direct_calls import called_directly
 
 __all__ = [
+    "INPUTS",
     "Derivative",
     "Intervals",
     "LocalCode",
@@ -42,9 +43,13 @@ Source = tuple[str, Any]
 """Source of a placeholder's tensor: ("parameter", name), ("buffer", name), ("constant", name), ("input", (leaf,
 intervals)), ("received", position), (level, position) for an earlier graph's output, ("sum", number) for a sum over the
 rows of all ranks, or ("rows" | "columns", (intervals, shape)) for numbers of a part's elements in a whole tensor of
-this shape. A ("cast", (name, dtype)) is a parameter in another dtype, made once a step. A ("unit", bucket) is no tensor
-but holds parameters of which this rank owns a stretch; a ("gathered", name) is one of them, which the graph gets from
-there. ("wait", None) is no tensor either: it waits for received values, of which others give only the memory."""
+this shape. A ("host input", (leaf, intervals)) is an input that is wanted on the host. A ("cast", (name, dtype)) is a
+parameter in another dtype, made once a step. A ("unit", bucket) is no tensor but holds parameters of which this rank
+owns a stretch; a ("gathered", name) is one of them, which the graph gets from there. ("wait", None) is no tensor
+either: it waits for received values, of which others give only the memory."""
+
+INPUTS = ("input", "host input")
+"""Kinds of sources that are parts of the batch."""
 
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 
@@ -189,7 +194,7 @@ class LocalProgram:
     def parts_with_gaps(self, batch: Mapping[str, Tensor]) -> list[tuple[str, Intervals]]:
         """The parts of a batch that it reads and that have gaps, as parts of rows do; derivatives read copies of
         these."""
-        read = [what for graph in (self.step, self.micro_batch) for kind, what in graph.sources if kind == "input"]
+        read = [what for graph in (self.step, self.micro_batch) for kind, what in graph.sources if kind in INPUTS]
         return [
             (leaf, intervals)
             for leaf, intervals in read

@@ -23,7 +23,7 @@ from torch import Tensor
 from whale.errors import UsageError
 from whale.ir.shares import shares_on_axis
 from whale.runtime.launch import World
-from whale.runtime.local_program import Intervals, ShapeAndDtype
+from whale.runtime.local_program import INPUTS, Intervals, ShapeAndDtype
 from whale.runtime.loss import ROUNDING, check_replicas, look_at
 from whale.runtime.outputs import put
 from whale.runtime.refusals import Refusals
@@ -128,6 +128,10 @@ class LocalRows:
         found = box_within(self.held, intervals)
         assert found is not None  # the leaf would have been gathered
         return part(self.tensor, found)
+
+    def on_host(self, intervals: Intervals) -> Tensor:
+        """The same, which is where the rank's device is."""
+        return self.part(intervals)
 
 
 @dataclass(frozen=True)
@@ -488,7 +492,7 @@ def _reads(stages: Iterable[LocalStage]) -> Iterator[tuple[str, Intervals]]:
         for program in stage.programs:
             for graph in (program.constant, program.step, program.micro_batch) if program.nothing is None else ():
                 for kind, what in graph.sources:
-                    if kind == "input" and what[1]:
+                    if kind in INPUTS and what[1]:
                         yield what
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -22,6 +23,7 @@ from torch.nn import Parameter
 from whale.errors import ScheduleError, UsageError
 from whale.ir import range_names
 from whale.runtime.adasum import Combination, Counts, Terms, combined
+from whale.runtime.at_host import on_host
 from whale.runtime.failure import Failures
 from whale.runtime.owned import GradientSlot, HeldUnit, Scattered
 from whale.runtime.ranges import named
@@ -56,6 +58,7 @@ class Bucket:
         dtype: in which ranks exchange gradients and sum them; None: their own.
         adasum: combines the gradients of replicas; None: they are summed.
         rows: that ranks exchange of the sparse gradient of its one parameter; 0: gradients are dense.
+        on_host: whether its parameter is in the host's memory.
     """
 
     index: int
@@ -69,6 +72,7 @@ class Bucket:
     dtype: torch.dtype | None = None
     adasum: Combination | None = None
     rows: int = 0
+    on_host: bool = False
 
     def exchanged(self, total: Tensor) -> Tensor:
         """A vector of gradients, as ranks exchange it."""
@@ -268,7 +272,8 @@ class Reducer:
             self._failures.wait(work, what, bucket.ranks, blocking=not bucket.parameters[0].is_cuda)
         pending.work = None
         if pending.of_rows is not None:
-            bucket.parameters[0].grad = pending.of_rows.result()
+            with on_host() if bucket.on_host else nullcontext():
+                bucket.parameters[0].grad = pending.of_rows.result()
             pending.of_rows = None
         if pending.exchanged is not None and pending.total is not None:
             pending.total.copy_(pending.exchanged)
@@ -434,9 +439,10 @@ class Reducer:
     def _sum_rows(self, pending: _Pending) -> None:
         bucket, (parameter,) = pending.bucket, pending.bucket.parameters
         assert bucket.group is not None
-        pending.of_rows = SparseSum(
-            parameter.grad, parameter, bucket.rows, len(bucket.ranks), bucket.group, bucket.dtype, self._transport
-        )
+        with on_host() if bucket.on_host else nullcontext():
+            pending.of_rows = SparseSum(
+                parameter.grad, parameter, bucket.rows, len(bucket.ranks), bucket.group, bucket.dtype, self._transport
+            )
 
     def _total(self, pending: _Pending) -> Tensor:
         """The gradients of a bucket in one vector, with zeros where there are none."""

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from whale.runtime.anomalies import run_checked
 from whale.runtime.derivative import laid_out
 from whale.runtime.gradients import GradientSink, TakesGradients
-from whale.runtime.local_program import Intervals, LocalCode, LocalGraph, LocalProgram, ShapeAndDtype, Wait, there
+from whale.runtime.local_program import (
+    INPUTS,
+    Intervals,
+    LocalCode,
+    LocalGraph,
+    LocalProgram,
+    ShapeAndDtype,
+    Wait,
+    there,
+)
 from whale.runtime.random import RNGPosition, column_numbers, row_numbers
 
 
@@ -105,6 +114,7 @@ class LocalStage:
         returned: numbers of the tensors of the model's output that follow.
         tensors: the rank's parameters and buffers by name, the constants, and the units of which it owns stretches.
         parameters: the trainable parameters that the stage reads.
+        device: of the rank.
         keeps_casts: whether casts of parameters that are made once a step keep their memory.
     """
 
@@ -117,10 +127,12 @@ class LocalStage:
         tensors: Mapping[tuple[str, Any], Any],
         parameters: Sequence[nn.Parameter],
         clock: RNGPosition,
+        device: torch.device,
         returned: tuple[int, ...] = (),
         keeps_casts: bool = False,
     ) -> None:
         self.programs, self.outputs, self.mutated, self.clock = programs, outputs, mutated, clock
+        self.device = device
         self.returned, self.keeps_casts = returned, keeps_casts
         self.parameters = tuple(parameters)
         self._tensors = tensors
@@ -281,8 +293,7 @@ class LocalStage:
 
     def _nothing(self, shapes: Sequence[ShapeAndDtype]) -> tuple[Tensor, ...]:
         """Zeros: also the results of a rank without rows, which many operators refuse."""
-        device = next(iter(self._tensors.values())).device
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+        return tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
 
     def _results(self, micro_batch: int, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The results for the executor; the others are stored."""
@@ -331,6 +342,10 @@ class LocalStage:
                 leaf, intervals = what
                 held = self._batch[leaf]
                 arguments[position] = part(held, intervals) if isinstance(held, Tensor) else held.part(intervals)
+            elif kind == "host input":
+                leaf, intervals = what
+                held = self._batch[leaf]
+                arguments[position] = part(held, intervals) if isinstance(held, Tensor) else held.on_host(intervals)
             elif kind == "cast":
                 arguments[position] = self._casts[what]
             elif kind == "sum":
@@ -351,7 +366,7 @@ class LocalStage:
         fixed: list[Any] = [None] * len(graph.sources)
         changing = []
         for position, (kind, what) in enumerate(graph.sources):
-            if kind in ("received", "input", "sum", "cast", "step", "wait"):
+            if kind in (*INPUTS, "received", "sum", "cast", "step", "wait"):
                 changing.append((position, kind, what))
             elif kind == "constant" and isinstance(what, int):
                 fixed[position] = self._constant(program)[what]
@@ -364,7 +379,7 @@ class LocalStage:
     def _numbers_of(self, kind: str, what: tuple[Intervals, tuple[int, ...]]) -> Tensor:
         """The numbers of rows or columns, once for all operators on parts of this kind."""
         if (kind, what) not in self._numbers:
-            self._numbers[kind, what] = element_numbers(kind, what, next(iter(self._tensors.values())).device)
+            self._numbers[kind, what] = element_numbers(kind, what, self.device)
         return self._numbers[kind, what]
 
     def _constant(self, program: LocalProgram) -> tuple[Tensor, ...]:
