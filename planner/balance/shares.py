@@ -126,7 +126,8 @@ def fastest_shares(
 ) -> Shares:
     """Return the shares with the least time of the slowest worker.
 
-    Units are assigned one by one, each to the worker that would finish it first; ties go to the lower index. If times
+    Units are assigned one by one, each to the worker that would finish it first. Units that take no time of their own,
+    as those of devices that wait for launches, are shared evenly; other ties go to the lower index. If times
     do not decrease with the share this is optimal and monotone: a faster worker never gets fewer units than a slower
     one with as much memory, nor than it had before it became faster. It is never slower than an even split that fits.
     Exact; evaluates O(total log n) times, or O(n log^2 total) for many units.
@@ -156,23 +157,32 @@ def fastest_shares(
     return _shares(units, by_speed, _moves(by_speed, units, workers, unit), workers)
 
 
+_Turn = tuple[float, int, int]
+"""Turn of a unit: when it is done, its number if it takes no time of its own (0: it does), and its worker's index."""
+
+
+def _turn(seconds: Callable[[int], float], unit: int, index: int) -> _Turn:
+    done = seconds(unit)
+    return done, unit if unit > 1 and seconds(unit - 1) == done else 0, index
+
+
 def _first_done(total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int) -> tuple[int, ...]:
-    """Give each worker *minimum* units and assign the others to the worker that would finish first, within its
-    limit."""
+    """Give each worker *minimum* units and assign the others in the order of their turns, within limits."""
     units = [minimum] * len(workers)
     if total - minimum * len(workers) > MOST_ONE_BY_ONE:
         units = _surely_first(total, workers, limits, minimum)
     heap = [
-        (workers[index].seconds(units[index] + 1), index)
+        _turn(workers[index].seconds, units[index] + 1, index)
         for index in range(len(workers))
         if units[index] + 1 <= limits[index]
     ]
     heapq.heapify(heap)
     for _ in range(total - sum(units)):
-        done, index = heap[0]
+        before, _, index = heap[0]
         units[index] += 1
         if units[index] < limits[index]:
-            heapq.heapreplace(heap, (max(done, workers[index].seconds(units[index] + 1)), index))
+            done = max(before, workers[index].seconds(units[index] + 1))
+            heapq.heapreplace(heap, (done, units[index] + 1 if done == before else 0, index))
         else:
             heapq.heappop(heap)
     return tuple(units)
@@ -181,9 +191,8 @@ def _first_done(total: int, workers: Sequence[Worker], limits: Sequence[int], mi
 def _surely_first(total: int, workers: Sequence[Worker], limits: Sequence[int], minimum: int) -> list[int]:
     """Compute the shares of `_first_done` before the last few units by bisection.
 
-    Units are assigned in the order of their finishing times, ties to the lower index. So a unit is assigned if at most
-    *total* units precede it. Testing the middle of the undecided units decides a quarter of them. Evaluates O(n log^2
-    total) times.
+    Units are assigned in the order of their turns. So a unit is assigned if at most *total* units precede it. Testing
+    the middle of the undecided units decides a quarter of them. Evaluates O(n log^2 total) times.
     """
     seconds = [cache(worker.seconds) for worker in workers]
     given, possible = [minimum] * len(workers), list(limits)
@@ -194,11 +203,9 @@ def _surely_first(total: int, workers: Sequence[Worker], limits: Sequence[int], 
             if (middle := (least + most) // 2 + 1) <= most
         )
         undecided = list(accumulate(possible[index] - given[index] for _, index, _ in middles))
-        done, last, middle = middles[bisect_left(undecided, undecided[-1] / 2)]
-        before = [
-            _done_by(seconds[index], done, index < last, given[index], possible[index]) for index in range(len(workers))
-        ]
-        before[last] = middle
+        _, last, middle = middles[bisect_left(undecided, undecided[-1] / 2)]
+        turn = _turn(seconds[last], middle, last)
+        before = [_up_to(turn, seconds[index], index, given[index], possible[index]) for index in range(len(workers))]
         if sum(before) <= total:
             given = before
         else:
@@ -207,11 +214,12 @@ def _surely_first(total: int, workers: Sequence[Worker], limits: Sequence[int], 
     return given
 
 
-def _done_by(seconds: Callable[[int], float], moment: float, inclusive: bool, least: int, most: int) -> int:
-    """Number of units between *least* and *most* that finish before a moment, or with *inclusive* by then."""
+def _up_to(turn: _Turn, seconds: Callable[[int], float], index: int, least: int, most: int) -> int:
+    """Number of a worker's units between *least* and *most* whose turn is not after another."""
     while least < most:
         middle = (least + most) // 2 + 1
-        if seconds(middle) < moment or (inclusive and seconds(middle) == moment):
+        done = seconds(middle)
+        if done < turn[0] or (done == turn[0] and _turn(seconds, middle, index) <= turn):
             least = middle
         else:
             most = middle - 1

@@ -52,6 +52,16 @@ def test_half_fast_half_slow_gains_half_of_the_ratio_plus_one(speed_ratio: float
     assert even / fastest_shares(8 * even, devices).seconds == pytest.approx((speed_ratio + 1) / 2, rel=2e-3)
 
 
+@pytest.mark.parametrize("total", [7, 64, 5000])
+def test_what_takes_no_time_is_shared_evenly(total: int) -> None:
+    """Devices that wait for launches are as fast with all columns of a table as with one."""
+    waiting = Worker(name="card", seconds=lambda units: max(1.0, units * 1e-4))
+    half = total // 2
+    assert sorted(fastest_shares(total, [waiting] * 2, minimum=1).units) == [half, total - half]
+    slow = Worker(name="slow", seconds=lambda units: max(1.0, units * 0.5))
+    assert fastest_shares(total, [slow, waiting]).units == (2, total - 2)
+
+
 @pytest.mark.parametrize("speeds", [(15.7, 9.3), (15.7, 15.7, 9.3, 9.3), (1.0, 2.5, 4.0) * 5])
 def test_a_large_batch_is_divided_with_few_times_asked_for(speeds: tuple[float, ...]) -> None:
     asked = []

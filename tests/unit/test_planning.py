@@ -260,6 +260,7 @@ def test_replicas_of_a_stage_are_on_the_devices_that_its_layers_were_chosen_for(
         assert done.exit_code == 0, done.stderr
         made = Plan.parse(done.stdout)
         assert sorted(one.ranks for one in made.stages) == [(0, 1), (2, 3)]
+        assert not any(axis.shares for one in made.stages for axis in one.axes or ())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
