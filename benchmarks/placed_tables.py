@@ -81,7 +81,7 @@ def build(batch_size: int = BATCH, places: str = "") -> tuple[nn.Module, dict[st
 
 
 def told(*arguments: str) -> Any:
-    """What a command of Whale's prints as JSON."""
+    """Output of a command of Whale, which it prints as JSON."""
     command = [sys.executable, "-m", "whale", *arguments, "--batch", str(BATCH), "--json"]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
