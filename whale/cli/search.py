@@ -107,9 +107,9 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--time-limit",
     type=_POSITIVE,
-    default=10.0,
+    default=30.0,
     metavar="S",
-    help="Seconds; one plan is compiled whatever they are [10].",
+    help="Seconds; one plan is compiled whatever they are [30].",
 )
 @click.option("--thorough", is_flag=True, help="Try more plans, in some more seconds.")
 @click.option("--seed", type=click.IntRange(0, MOST), default=0, metavar="N", help="Seed of random moves [0].")
