@@ -145,10 +145,9 @@ def brief_peak_memory(
 ) -> PeakMemory:
     """Peak memory like `peak_memory`, from a single micro-batch, in a fraction of the time.
 
-    Gradients exist when it begins, as in all micro-batches except the first; those of the only one are made in
-    it. The saved activations of the other micro-batches in flight are added, and
-    their messages are extrapolated from its own. *known* caches results for compilations of the same captured model:
-    ranks with equal fingerprints run once.
+    Gradients exist when it begins, as in all micro-batches except the first; those of the only one are made in it. The
+    saved activations of the other micro-batches in flight are added, and their messages are extrapolated from its own.
+    *known* caches results for compilations of the same captured model: ranks with equal fingerprints run once.
     """
     first, known = compilation.of_first, Known() if known is None else known
     clock = _clock(compilation, device)
