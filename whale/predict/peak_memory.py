@@ -8,10 +8,9 @@ Temporary buffers inside operators, allocators and drivers are not included. Thi
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -21,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from whale.compile.assembly import assemble
 from whale.compile.compilation import Compilation
@@ -35,6 +33,7 @@ from whale.planner.cost.memory import MESSAGES
 from whale.planner.cost.optimizers import Optimizer, costs_of, state_elements, temporary_bytes
 from whale.planner.schedules.orders import schedule_order
 from whale.predict.fingerprint import Fingerprint, fingerprint, sketch
+from whale.predict.live_memory import LiveMemory, memory_of
 from whale.predict.replay import Event, Log, Replay, marked
 from whale.runtime.at_host import counted_apart
 from whale.runtime.by_autograd import ByAutograd
@@ -47,7 +46,7 @@ from whale.runtime.reduce import Reducer
 from whale.runtime.stage import LocalStage
 from whale.strategies.casts import cast_once, casts_parameters
 from whale.strategies.derivatives import with_derivatives
-from whale.strategies.dry_run import TaskCalls, WithoutData
+from whale.strategies.dry_run import TaskCalls
 from whale.strategies.folding import Fold
 from whale.strategies.fused import accelerated, fused
 from whale.strategies.gathering import gathered
@@ -220,7 +219,7 @@ def _brief(
 
 def _without_data(device: Device) -> AbstractContextManager[Any]:
     """Run operators on shapes only: those of processors with fake tensors, which show what a processor's kernels save;
-    those of accelerators in the mode that counts (`_Living`), with substitutes for fused kernels (`accelerated`)."""
+    those of accelerators in the mode that counts (`LiveMemory`), with substitutes for fused kernels (`accelerated`)."""
     return nullcontext() if device == "cuda" else FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -359,7 +358,7 @@ def _short(compilation: Compilation, schedule: str) -> Order:
 class _Nobody:
     """A transport whose messages complete immediately."""
 
-    def __init__(self, live: _Living) -> None:
+    def __init__(self, live: LiveMemory) -> None:
         self.live = live
 
     def isend(self, tensor: Tensor, peer: int, group: Any) -> _Done:
@@ -431,7 +430,7 @@ class _Trial:
         self.compilation, self.rank, self.device, self.clock = compilation, rank, device, clock
         self.several, self.optimizer = several, optimizer
         self.place = torch.device("meta" if self.device == "cuda" else "cpu")
-        self.live = _Living(self.device)
+        self.live = LiveMemory(fake=self.device == "cpu")
         self.parameters: dict[str, nn.Parameter] = {}
         self.tensors: dict[tuple[str, Any], Any] = {}
         self.units: list[HeldUnit] = []
@@ -526,7 +525,7 @@ class _Trial:
         self.hold_gradients(lambda name: any(name.startswith(path) for path in around))
         for parameter in self.parameters.values():
             if parameter.grad is not None and self.live.purpose_of(parameter.grad):
-                self.live.expect(_memory_of(parameter.grad))
+                self.live.expect(memory_of(parameter.grad))
 
     def _ready(self, parameter: Any) -> None:
         """Log a gradient that is made by a graph."""
@@ -537,7 +536,7 @@ class _Trial:
     def _came(self, parameter: Tensor) -> None:
         """Count the memory of a gradient from here on."""
         if parameter.grad is not None and not parameter.grad.is_sparse:
-            self.live.come(_memory_of(parameter.grad))
+            self.live.come(memory_of(parameter.grad))
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         self.live.log.add("ready", name)
@@ -752,7 +751,7 @@ def _container(alike: tuple[str, Sequence[str]]) -> str:
 class _DryUnit(HeldUnit):
     """A unit whose tensors on the host have no data and are not counted."""
 
-    live: _Living | None = None
+    live: LiveMemory | None = None
 
     def _on_host(self, size: int) -> Tensor:
         if self.live is None:
@@ -764,7 +763,7 @@ class _DryUnit(HeldUnit):
 class _Noting(tuple[Any, ...]):
     """A program that records the memory and calls of each of its tasks while it is executed."""
 
-    live: _Living
+    live: LiveMemory
     called: list[CollectiveCall]
     begin: Callable[[], None]
     in_flight: list[Tensor]
@@ -794,152 +793,3 @@ class _Noting(tuple[Any, ...]):
 
     def _note(self, key: tuple[str, int], size: int) -> None:
         self.noted[key] = max(self.noted[key], size)
-
-
-class _Living(WithoutData):
-    """Counts live storages by category: registered ones, and those that operators allocate, on shapes alone unless the
-    tensors are fake."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__()
-        self._fake = device == "cpu"
-        self.now = self.task_peak = self._peak = 0
-        self._expected: dict[int, int] = {}
-        self._later = 0
-        """Bytes of memory that is there and counts only later: of each by its key, and the sum."""
-        self.by_purpose: Counter[str] = Counter()
-        self.at_peak: Counter[str] = Counter()
-        self._known: dict[int, Any] = {}
-        self._purpose: dict[int, str] = {}
-        self._newest = 0
-        self.log = Log()
-        self._elsewhere = False
-
-    def leave_out(self, tensor: Tensor) -> None:
-        """Do not count a tensor's storage: it is not on the device."""
-        storage = _memory_of(tensor)
-        key = storage._cdata
-        self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key))
-
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Leave out what is made meanwhile."""
-        self._elsewhere = True
-        try:
-            yield
-        finally:
-            self._elsewhere = False
-
-    def begin_task(self) -> None:
-        """Reset the peak of the previous task and its allocations."""
-        self.task_peak, self._newest = self.now, 0
-
-    def add(self, tensor: Tensor, purpose: str = "activations") -> None:
-        """Count a tensor's storage until it is freed."""
-        storage = _memory_of(tensor)
-        key = storage._cdata
-        if key in self._known:
-            return
-        size = storage.nbytes()
-
-        def gone(_: object) -> None:
-            self.happens("free", self._purpose.pop(key), size)
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, gone)
-        self._purpose[key] = purpose
-        self._newest = key
-        self.happens("add", purpose, size)
-
-    def happens(self, what: str, purpose: str, size: int) -> None:
-        """Count bytes that are made (``add``), freed (``free``), or change their category (``from``, then ``to``)."""
-        self.log.add(what, purpose, size)
-        sign = 1 if what in ("add", "to") else -1
-        self.now += sign * size
-        self.by_purpose[purpose] += sign * size
-        if what == "add":
-            self.task_peak = max(self.task_peak, self.now)
-            self._look()
-
-    def expect(self, storage: Any) -> None:
-        """Count memory only from where it comes."""
-        if storage._cdata not in self._expected:
-            self._expected[storage._cdata] = storage.nbytes()
-            self._later += storage.nbytes()
-
-    def come(self, storage: Any) -> None:
-        """Count memory that was expected."""
-        if size := self._expected.pop(storage._cdata, 0):
-            self._later -= size
-            self._look()
-
-    def _look(self) -> None:
-        """Note what is there, if that is more than ever before."""
-        if self.now - self._later > self._peak:
-            self._peak, self.at_peak = self.now - self._later, self.by_purpose.copy()
-            self.at_peak["gradients"] -= self._later
-
-    def mark(self, tensor: Tensor, purpose: str) -> None:
-        """Set the category of a tensor."""
-        self.add(tensor)
-        storage = _memory_of(tensor)
-        key, size = storage._cdata, storage.nbytes()
-        self.happens("from", self._purpose[key], size)
-        self.happens("to", purpose, size)
-        self._purpose[key] = purpose
-
-    def purpose_of(self, tensor: Tensor) -> str | None:
-        """The category of a tensor."""
-        return self._purpose.get(_memory_of(tensor)._cdata)
-
-    def is_new(self, tensor: Tensor) -> bool:
-        """Whether a tensor's storage is the last that was made."""
-        return _memory_of(tensor)._cdata == self._newest
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = _of_fake(func, args, kwargs) if self._fake else self.run(func, args, kwargs)
-        if func is not torch.ops.prim.device.default:
-            for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    (self.leave_out if self._elsewhere else self.add)(leaf)
-        return result
-
-
-_NORMS = {
-    aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default,
-    aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_functional.default,
-}  # fmt: skip
-
-
-def _of_fake(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The results of an operator on fake tensors; a mask selects all that it may, as on shapes alone."""
-    if func is aten.index.Tensor:
-        args = (args[0], [one for x in args[1] for one in ([None] if x is None else _all_of(x))])
-    elif func is aten.nonzero.default:
-        return args[0].new_zeros((args[0].numel(), args[0].dim()), dtype=torch.int64)
-    return _of_kernel(func, args, func(*args, **kwargs))
-
-
-def _all_of(index: Tensor) -> list[Tensor]:
-    """Indices that select as many elements as a mask may; others as they are."""
-    if index.dtype != torch.bool:
-        return [index]
-    return [index.new_zeros(index.numel(), dtype=torch.int64)] * index.dim()
-
-
-def _of_kernel(func: Any, args: Sequence[Any], result: Any) -> Any:
-    """The results of an operator as a processor's kernels return them. Beside parameters in float32 statistics of norms
-    have float32, but fake ones the dtype of the input; and fake gradients of grouped ones have float32."""
-    if func is aten.native_group_norm_backward.default and result[0] is not None:
-        return result[0].to(args[1].dtype), *result[1:]
-    if func not in _NORMS or not any(isinstance(x, Tensor) and x.dtype == torch.float32 for x in args):
-        return result
-    normed, mean, deviation, *more = result
-    return normed, mean.float(), deviation.float(), *more
-
-
-def _memory_of(tensor: Tensor) -> Any:
-    """The storage of a tensor; of a sparse one, that of its rows."""
-    return (tensor._values() if tensor.is_sparse else tensor).untyped_storage()
