@@ -341,11 +341,12 @@ def _ways(settings: SearchSettings, costs: CostModel) -> Iterator[list[Way]]:
     yield [*((rule, one, offload) for one in levels), *((one, level, offload) for one in rules)]
     if rules and levels:
         yield [(one, levels[-1], offload) for one in rules]
-    if settings.offload == "auto" and has_hosts(costs.cluster) and costs.profile.has_tables:
-        most = (*rules, rule)[len(rules) - 1]
-        yield [(rule, level, "tables"), (most, (*levels, level)[len(levels) - 1], "tables")]
-    elif settings.offload == "auto" and has_hosts(costs.cluster):
+    if settings.offload != "auto" or not has_hosts(costs.cluster):
+        return
+    most = rules[-1] if rules else rule
+    if costs.profile.has_tables:
+        yield [(rule, level, "tables"), (most, levels[-1] if levels else level, "tables")]
+    else:
         each: tuple[int, ...] = (1, 3) if settings.zero == "auto" else (max(1, level),)
         yield [*((rule, one, "state") for one in each), (rule, level, "activations")]
-        most = (*rules, rule)[len(rules) - 1]
         yield [*((most, one, "state") for one in each if rules), (most, each[-1], "both")]

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import whale
 from tests.distributed.parity import Worlds, cluster_of
 from tests.distributed.parity import worlds as worlds_of_a_module
-from tests.distributed.test_tables import ROWS, Clicks, batch, local_step, optimizers, steps
+from tests.distributed.test_tables import ROWS, Clicks, batch, in_four_steps, local_step, optimizers, steps
 from tests.distributed.two_ranks import refusal
 from tests.replays import CpuRecorder
 from whale.errors import InfeasibleError
@@ -238,26 +238,14 @@ def test_other_ways_to_train_tables_on_hosts(worlds: Worlds) -> None:
 def saved_and_resumed(world: World, folder: str) -> float:
     """The largest difference of whole parameters after four steps, in the middle of which a run goes on from the
     checkpoint of one with tables elsewhere."""
-
-    def four(made: Any, own: Any, first: int) -> dict[str, Tensor]:
-        for number in range(first, 4):
-            if number == 2 and first == 0:
-                whale.save_checkpoint(folder, made, step=number, tables=own[0], dense=own[1])
-                whale.wait_for_checkpoints()
-            made.train_step(**batch())
-            for optimizer in own:
-                optimizer.step()
-                optimizer.zero_grad()
-        return made.full_state_dict()
-
     made = parallel(Views().double(), "places")
-    expected = four(made, optimizers(made, "RowWiseAdagrad"), 0)
+    expected = in_four_steps(made, optimizers(made, "RowWiseAdagrad"), folder)
     error = 0.0
     for kind in ("parts", "replicas"):
         other = parallel(Views().double(), kind)
         own = optimizers(other, "RowWiseAdagrad")
         whale.load_checkpoint(folder, other, tables=own[0], dense=own[1])
-        found = four(other, own, 2)
+        found = in_four_steps(other, own, folder, first=2)
         error = max(error, *(float((found[name] - x).abs().max()) for name, x in expected.items()))
     return error
 

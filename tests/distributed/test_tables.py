@@ -275,21 +275,24 @@ def test_what_divides_or_combines_whole_gradients_is_refused(
         assert "sparse=False" in message
 
 
-def saved(world: World, kind: str, folder: str) -> dict[str, Tensor]:
-    """Whole parameters after four steps, in the middle of which a checkpoint is saved."""
-    model = Clicks().double()
-    whale.annotate(model, LAYOUTS[kind])
-    made: Any = whale.parallelize(model, batch(), device="cpu")
-    own = optimizers(made, "RowWiseAdagrad")
-    for number in range(4):
-        if number == 2:
+def in_four_steps(made: Any, own: Any, folder: str, first: int = 0) -> dict[str, Tensor]:
+    """Whole parameters after four steps, in the middle of which a checkpoint is saved unless they begin there."""
+    for number in range(first, 4):
+        if number == 2 > first:
             whale.save_checkpoint(folder, made, step=number, tables=own[0], dense=own[1])
             whale.wait_for_checkpoints()
         made.train_step(**batch())
         for optimizer in own:
             optimizer.step()
             optimizer.zero_grad()
-    return made.full_state_dict()
+    return dict(made.full_state_dict())
+
+
+def saved(world: World, kind: str, folder: str) -> dict[str, Tensor]:
+    model = Clicks().double()
+    whale.annotate(model, LAYOUTS[kind])
+    made: Any = whale.parallelize(model, batch(), device="cpu")
+    return in_four_steps(made, optimizers(made, "RowWiseAdagrad"), folder)
 
 
 def resumed(world: World, kind: str, folder: str) -> dict[str, Tensor]:
@@ -299,12 +302,7 @@ def resumed(world: World, kind: str, folder: str) -> dict[str, Tensor]:
     made: Any = whale.parallelize(model, batch(), device="cpu")
     own = optimizers(made, "RowWiseAdagrad")
     whale.load_checkpoint(folder, made, tables=own[0], dense=own[1])
-    for _ in range(2):
-        made.train_step(**batch())
-        for optimizer in own:
-            optimizer.step()
-            optimizer.zero_grad()
-    return made.full_state_dict()
+    return in_four_steps(made, own, folder, first=2)
 
 
 @pytest.mark.parametrize(

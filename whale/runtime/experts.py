@@ -7,6 +7,7 @@ matrices and kernels; no models and no placements.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,10 +81,10 @@ class _Product(torch.autograd.Function):
         return of_rows, torch.ops.whale_experts.outer_products(x, grad, ends), None, None
 
 
-def _reads_values(kernel: Any) -> bool:
+@cache
+def _reads_values(kernel: Callable[..., Tensor]) -> bool:
     """Whether it is the kernel of transformers before 5.23, whose backward is no operator."""
-    name = getattr(kernel, "_qualified_op_name", "") or getattr(kernel, "_name", "")
-    is_fallback = str(name).split(".")[0] == "transformers::grouped_mm_fallback"
+    is_fallback = str(kernel).startswith("transformers.grouped_mm_fallback")
     return is_fallback and not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
 
 
@@ -93,11 +94,8 @@ def product_of_groups(
     """:func:`grouped_product` of rows that are grouped already."""
     if not len(x):
         return x @ matrices[0]  # kernels refuse no rows
-    sorted_rows = _Reordered.apply(x, order, inverse)
-    if _reads_values(kernel):
-        y = _Product.apply(sorted_rows, matrices, ends, kernel)
-    else:
-        y = kernel(sorted_rows, matrices, ends)
+    given = _Reordered.apply(x, order, inverse), matrices, ends
+    y = _Product.apply(*given, kernel) if _reads_values(kernel) else kernel(*given)
     return _Reordered.apply(y, inverse, order)
 
 
