@@ -67,9 +67,10 @@ class PlacedStage(Offloading):
     ``offload`` says what is in the host's memory, ``on_host`` which parameters are looked up there
     (:mod:`whale.strategies.host_tables`). ``reduce`` says how its replicas make one gradient of theirs; if they combine
     them, ``row_axes`` are, for each parameter and the loss, the axes of the mesh along which all that reads (computes)
-    it is replicated. ``origin`` identifies the search that found the placements: stages
-    with the same one differ only in their index, their ranks, their state, where it is, what is omitted and what is
-    computed again. ``price`` is the solver's, on all axes.
+    it is replicated. ``distinct`` is the expected part of looked-up rows that are distinct, of which each is sent once
+    (:mod:`whale.strategies.equal_rows`); None: all are sent. ``origin`` identifies the search that found the
+    placements: stages with the same one differ only in their index, their ranks, their state, where it is, what is
+    omitted and what is computed again. ``price`` is the solver's, on all axes.
     """
 
     index: int
@@ -92,6 +93,7 @@ class PlacedStage(Offloading):
     offload: Offload = "none"
     on_host: frozenset[str] = frozenset()
     reduce: Reduce = "mean"
+    distinct: float | None = None
     price: float = field(default=0.0, compare=False)
     origin: object = field(default_factory=object, compare=False)
 

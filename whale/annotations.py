@@ -175,6 +175,7 @@ def stage(
     state_align: Align | None = None,
     offload: str | Sequence[str] | None = None,
     reduce: Reduce | None = None,
+    distinct: float | None = None,
 ) -> Annotation:
     """Pipeline parallelism: the region is one stage on *n* devices of its own; None takes as many as its regions need,
     or 1.
@@ -183,12 +184,24 @@ def stage(
     divide their state, *offload* what is in the host's memory, *reduce* how they make one gradient of theirs, as those
     of ``parallelize`` do for stages that do not say it.
 
-    >>> print(stage(), stage(2, recompute="full"), stage(zero=1, offload=["state", "activations"]))
-    stage() stage(2, recompute='full') stage(zero=1, offload='both')
+    With *distinct*, rows of embedding tables that a micro-batch looks up several times are sent once to each rank of
+    the next stage, and the sum of their gradients returns once. Its value, above 0 and up to 1, is the part of the
+    looked-up rows that are expected to be distinct, by which messages are priced.
+
+    >>> print(stage(), stage(2, recompute="full"), stage(zero=1, offload=["state", "activations"]), stage(distinct=0.1))
+    stage() stage(2, recompute='full') stage(zero=1, offload='both') stage(distinct=0.1)
     """
     state, hosted = state_of(zero, state_shares, state_align, reduce), offload_of(offload)
     return Annotation(
-        strategy=Strategy(kind="stage", degree=n, recompute=recompute, state=state, offload=hosted, reduce=reduce)
+        strategy=Strategy(
+            kind="stage",
+            degree=n,
+            recompute=recompute,
+            state=state,
+            offload=hosted,
+            reduce=reduce,
+            distinct=distinct,
+        )
     )
 
 

@@ -95,6 +95,8 @@ def _stage(path: ScopePath) -> Scope | None:
             raise UsageError(f"{scope}: the search puts on hosts what --offload says; leave offload out")
         if scope.strategy.reduce is not None:
             raise UsageError(f"{scope}: all stages of a search make gradients as --reduce says; leave reduce out")
+        if scope.strategy.distinct is not None:
+            raise UsageError(f"{scope}: the search says itself which stages send distinct rows; leave distinct out")
     return cut.stage
 
 
@@ -168,9 +170,9 @@ def is_kept(strategy: Strategy, told: Sequence[Strategy]) -> bool:
     """
     if strategy.chooses_devices:
         return False
-    how = (strategy.recompute, strategy.state, strategy.offload, strategy.reduce)
-    if how != (None,) * 4:
-        return any((one.recompute, one.state, one.offload, one.reduce) == how for one in told)
+    how = (strategy.recompute, strategy.state, strategy.offload, strategy.reduce, strategy.distinct)
+    if how != (None,) * 5:
+        return any((one.recompute, one.state, one.offload, one.reduce, one.distinct) == how for one in told)
     if strategy.makes_stage or (strategy.divides_batch and strategy.degree is None):
         return True
     same = (one for one in told if (one.kind, one.dim) == (strategy.kind, strategy.dim))

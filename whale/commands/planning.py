@@ -405,6 +405,7 @@ def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
         recompute=stage.recompute if ruled else None,
         state=None if stage.state is None else PlanState.of(stage.state),
         reduce=stage.reduce if stage.reduce != "mean" else None,
+        distinct=stage.distinct,
         offload=stage.offload if any(one.offload != "none" for one in compilation.stages) else None,
         ranks=stage.mesh.ranks,
         axes=tuple(

@@ -19,6 +19,7 @@ from whale.ir.program import Direction, Edge, Reduce, ReduceSpec
 from whale.runtime.adasum import Combination
 from whale.runtime.cuda_graphs import Recorder
 from whale.runtime.engine import CompiledStep, ReplicaCounts
+from whale.runtime.equal_rows import EqualRows
 from whale.runtime.executor import Executor
 from whale.runtime.failure import Failures
 from whale.runtime.local_program import LocalProgram, bound, with_backwards
@@ -132,6 +133,11 @@ def assemble(
         messages=messages_of(device, transport),
         group_of=message_group,
         credit=credit,
+        equal_rows=EqualRows(
+            {one.edge: one.keys for one in step.equal_rows},
+            {(one.edge, at_source): held for one in step.equal_rows for at_source, held in one.held.items()},
+            device,
+        ),
     )
 
     def alone(program: LocalProgram, outputs: tuple[str, ...]) -> LocalStage:

@@ -241,6 +241,7 @@ class Compilation:
         for stage in self.stages:
             placements.append(f"stage {stage.index} {stage.mesh} {stage.layout.axes} recompute {stage.recompute}")
             placements.append(f"state {stage.state} on the host {stage.offload} {sorted(stage.on_host)}")
+            placements.append(f"distinct {stage.distinct}")
             placements += [f"{n.name} {' '.join(map(str, c))}" for n, c in stage.choices.items()]
             for placed in (stage.stored, stage.sent):
                 placements += sorted(f"{value_name(v)} {' '.join(map(str, p))}" for v, p in placed.items())

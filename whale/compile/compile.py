@@ -145,8 +145,11 @@ def compile_traced(
             state=state.of_stage(stage.mesh.ranks, num) if state and state.level else None,
             offload=offload,
             reduce=reduce,
+            distinct=distinct,
         )
-        for stage, rule, state, offload, reduce in zip(stages, rules, states, hosted, reduces_by, strict=True)
+        for stage, rule, state, offload, reduce, distinct in zip(
+            stages, rules, states, hosted, reduces_by, distincts_of(cut, options), strict=True
+        )
     )
     stages = _with_tables_on_host(captured, stages, None if stored is None else on_host)
     if options.local_rows:
@@ -154,7 +157,7 @@ def compile_traced(
         stages = tuple(replace(stage, summed=summed) for stage in stages)
     if options.plan is not None and options.plan.decides_meshes and stored is None:
         _check_units(analysis, stages, options.plan)
-    edges = edges_between(stages, rows)
+    edges = edges_between(captured, stages, rows)
     specs = tuple(StageSpec(index=s.index, ranks=s.mesh.ranks) for s in stages)
     sets = tuple(frozenset(stage.mesh.ranks) for stage in stages)
     order = schedule_order(options.schedule, len(stages), len(rows), sets, *_times(options.plan, len(stages)))
@@ -378,6 +381,18 @@ def reduces_of(cut: Partition, options: Options) -> tuple[Reduce, ...]:
     told: tuple[Reduce | None, ...] = _told(cut, planned, lambda strategy: strategy.reduce, "reduce")
     otherwise: Reduce = options.reduce or "mean"
     return tuple(own or otherwise for own in told)
+
+
+def distincts_of(cut: Partition, options: Options) -> tuple[float | None, ...]:
+    """The part of the looked-up rows of each stage that are distinct, as the plan says or an annotation of it.
+
+    Raises:
+        AnnotationError: annotations of a stage contradict each other.
+        PlanMismatchError: plan and annotation do.
+    """
+    planned = [stage.distinct for stage in options.plan.stages] if options.plan is not None else []
+    told: tuple[float | None, ...] = _told(cut, planned, lambda strategy: strategy.distinct, "distinct")
+    return told
 
 
 def _check_late(

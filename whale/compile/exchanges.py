@@ -26,6 +26,7 @@ from whale.ir.state import Align, shares_of, stretches
 from whale.planner.cost.buckets import bucket_bytes
 from whale.planner.network.topology import Topology
 from whale.runtime.reduce import bucketize
+from whale.strategies.equal_rows import keys_of
 from whale.strategies.layout import Placements
 from whale.strategies.lowering import PlacedStage, nothing_of
 from whale.strategies.transfer import region_shape, transfers
@@ -33,11 +34,14 @@ from whale.strategies.transfer import region_shape, transfers
 __all__ = ["edges_between", "has_idle_ranks", "places_of_readers", "sums_of_gradients"]
 
 
-def edges_between(stages: Sequence[PlacedStage], rows: Sequence[int]) -> tuple[Edge, ...]:
+def edges_between(captured: Captured, stages: Sequence[PlacedStage], rows: Sequence[int]) -> tuple[Edge, ...]:
     """The values that cross stages, and their transfers.
 
     Boxes are within local tensors, and shards of micro-batches of equal size differ only in their position in the
     batch, so they have the same transfers.
+
+    Raises:
+        UsageError: a stage is to send distinct rows, and sends none that are looked up.
     """
     edges: list[Edge] = []
     firsts = {count: rows.index(count) for count in dict.fromkeys(rows)}
@@ -49,6 +53,14 @@ def edges_between(stages: Sequence[PlacedStage], rows: Sequence[int]) -> tuple[E
         }
 
     for source in stages:
+        looked_up = {value for value in source.sent if keys_of(captured, value)} if source.distinct else frozenset()
+        if source.distinct and not looked_up:
+            raise UsageError(
+                f"stage {source.index} has distinct={source.distinct:g}, but of what it sends, "
+                f"{', '.join(map(value_name, source.sent)) or 'nothing'}, none is rows of a table at indices "
+                "that are computed of the batch alone: leave it out, or annotate what computes with these rows as a "
+                "stage too. Bags of several rows are no rows of a table"
+            )
         for value, placements in source.sent.items():
             for target in stages[source.index + 1 :]:
                 if value not in target.received:
@@ -76,6 +88,7 @@ def edges_between(stages: Sequence[PlacedStage], rows: Sequence[int]) -> tuple[E
                         backward=tuple(backward.get(count, ()) for count in rows),
                         source_shapes=tuple(shapes[count][0] for count in rows),
                         target_shapes=tuple(shapes[count][1] for count in rows),
+                        distinct=source.distinct if value in looked_up else None,
                     )
                 )
     # A stage receives its values in the order of the edges' indices, which must be that of PlacedStage.received.

@@ -54,7 +54,7 @@ def placed_like(compilation: Compilation, traced: Traced, rows: Sequence[int]) -
         traced=traced,
         partition=traced.annotated,
         stages=stages,
-        edges=edges_between(stages, rows),
+        edges=edges_between(traced.captured, stages, rows),
         rows=tuple(rows),
         reduces=reduces,
         bucket_parameters=bucket_parameters,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -13,18 +13,19 @@ from whale.compile.adasum import count_of_replica
 from whale.compile.compilation import Compilation
 from whale.graph.values import Value, value_name, value_tensor
 from whale.ir.program import Compute, Edge, Program, ReduceSpec
-from whale.runtime.local_program import LocalProgram, ShapeAndDtype
+from whale.runtime.local_program import Intervals, LocalProgram, ShapeAndDtype
 from whale.runtime.outputs import Outputs, Piece
 from whale.runtime.owned import Unit
 from whale.runtime.random import RNGPosition
 from whale.strategies.arrivals import awaited
 from whale.strategies.casts import cast_once
 from whale.strategies.derivatives import with_derivatives
+from whale.strategies.equal_rows import RowKeys, keys_of
 from whale.strategies.gathering import gathered
 from whale.strategies.lowering import nothing_of
 from whale.strategies.offloading import offloaded
 
-__all__ = ["RankCount", "RankStage", "RankStep", "RankSums", "rank_step"]
+__all__ = ["RankCount", "RankKeys", "RankStage", "RankStep", "RankSums", "rank_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,16 @@ class RankCount:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankKeys:
+    """The keys of an edge's rows, and the parts of its value that the rank has of each micro-batch, where it is at the
+    source and at the target."""
+
+    edge: int
+    keys: RowKeys
+    held: Mapping[bool, tuple[Intervals, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankStep:
     """A step of one rank.
 
@@ -93,6 +104,7 @@ class RankStep:
         units: buckets of which the rank owns a stretch.
         count: the divisor of the loss of each replica, if their gradients are combined and it is no number.
         staleness: steps after which owners have the sums of a step.
+        equal_rows: how both ends of its edges know which rows are equal, where these are sent once.
     """
 
     program: Program
@@ -107,6 +119,7 @@ class RankStep:
     units: tuple[Unit, ...] = ()
     count: RankCount | None = None
     staleness: int = 0
+    equal_rows: tuple[RankKeys, ...] = ()
 
 
 def rank_step(
@@ -182,7 +195,27 @@ def rank_step(
         units=units,
         count=_count_of(compilation, rank),
         staleness=compilation.staleness,
+        equal_rows=tuple(_equal_rows_of(compilation, rank)),
     )
+
+
+def _equal_rows_of(compilation: Compilation, rank: int) -> Iterator[RankKeys]:
+    stages = {stage.index: stage for stage in compilation.stages}
+    for edge in compilation.edges:
+        source, target = stages[edge.source_stage], stages[edge.target_stage]
+        if edge.distinct is None or rank not in {*source.mesh.ranks, *target.mesh.ranks}:
+            continue
+        value = next(value for value in source.sent if value_name(value) == edge.value)
+        keys = keys_of(compilation.captured, value)
+        assert keys is not None
+        held = {}
+        for stage, placements in ((source, source.sent[value]), (target, target.stored[value])):
+            if rank in stage.mesh.ranks:
+                at = stage.mesh.coordinates(rank)
+                held[stage is source] = tuple(
+                    stage.layout.intervals(value, placements, (number, *at)) for number in range(len(compilation.rows))
+                )
+        yield RankKeys(edge=edge.index, keys=keys, held=held)
 
 
 def _count_of(compilation: Compilation, rank: int) -> RankCount | None:

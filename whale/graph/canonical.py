@@ -574,11 +574,13 @@ _SUM_OF_BAG, _MEAN_OF_BAG = 0, 1
 
 def _of_bags(flat: Any, offsets: Any) -> fx.Node | None:
     """The tensor [rows, k] whose rows are the bags of a flat one; None where bags are others."""
+    while isinstance(flat, fx.Node) and flat.target is aten.clone.default:  # of a part of rows
+        flat = flat.args[0]
     if not isinstance(flat, fx.Node) or flat.target is not aten.reshape.default:
         return None
     source: Any = flat.args[0]
     shape = tuple(source.meta["val"].shape)
-    begins = offsets.target is aten.arange.start_step and tuple(offsets.args)
+    begins = offsets.target is aten.arange.start_step and (*offsets.args, 1)[:3]  # a step of 1 is left out
     return source if len(shape) == 2 and begins == (0, shape[0] * shape[1], shape[1]) else None
 
 

@@ -107,7 +107,17 @@ GradientDtype = Literal["fp32", "bf16", "fp16"]
 """The number types in which ranks may sum gradients."""
 
 _LATER = frozenset(
-    ("gradient_dtype", "step_in_backward", "precision", "recompute", "state", "offload", "reduce", "staleness")
+    (
+        "gradient_dtype",
+        "step_in_backward",
+        "precision",
+        "recompute",
+        "state",
+        "offload",
+        "reduce",
+        "staleness",
+        "distinct",
+    )
 )
 """Fields that plans did not have at first: where they say nothing, a plan has the digest that it had without them."""
 
@@ -194,6 +204,7 @@ class PlanStage(Record):
         state: how its replicas divide their state; None: as ``parallelize`` says.
         offload: what is in the host's memory; None: as ``parallelize`` says.
         reduce: how its replicas make one gradient of theirs; None: as ``parallelize`` says.
+        distinct: the expected part of its looked-up rows that are distinct, of which each is sent once; None: all are.
     """
 
     ranks: Annotated[Ranks, Field(min_length=1)]
@@ -202,6 +213,7 @@ class PlanStage(Record):
     state: PlanState | None = None
     offload: Offload | None = None
     reduce: Reduce | None = None
+    distinct: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> PlanStage:

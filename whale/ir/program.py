@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from whale.ir.adasum import Adasum
@@ -85,6 +85,8 @@ class Edge:
         target_stage: the stage that reads it, later in the chain.
         needs_grad: whether a gradient comes back; if not, ``backward`` is empty.
         dtype: torch's name of the type, as in ``float32``.
+        distinct: the expected part of its rows that are distinct, if both ends know from the batch which are equal, and
+            each is sent once; None: all are sent.
         forward: for each micro-batch, the transfers from ranks of the source stage to ranks of the target stage. Boxes
             that arrive at a rank are disjoint and fill its tensor.
         backward: for each micro-batch, the transfers of the gradient from ranks of the *target* stage to ranks of the
@@ -103,6 +105,11 @@ class Edge:
     backward: tuple[tuple[Transfer, ...], ...]
     source_shapes: tuple[Mapping[int, Shape], ...]
     target_shapes: tuple[Mapping[int, Shape], ...]
+    distinct: float | None = None
+
+    def sent_bytes(self, box: Box, element_bytes: int) -> int:
+        """Bytes that are expected to be sent of a box."""
+        return ceil(box_size(box) * element_bytes * (1.0 if self.distinct is None else self.distinct))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -255,6 +255,8 @@ class Strategy:
             model.
         reduce: only for ``stage`` and ``replicate``: how its replicas make one gradient of theirs; None: as is said for
             the whole model.
+        distinct: only for ``stage``: the expected part of its looked-up rows that are distinct, of which each is sent
+            once; None: all are sent.
 
     >>> print(Strategy(kind="split", degree=4), Strategy(kind="split", degree=2, dim=1), Strategy(kind="stage"))
     split(4) split(2, dim=1) stage()
@@ -272,6 +274,7 @@ class Strategy:
     state: StateSharding | None = None
     offload: Offload | None = None
     reduce: Reduce | None = None
+    distinct: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -346,6 +349,18 @@ class Strategy:
                 raise AnnotationError(
                     f"{self.kind}(reduce={self.reduce!r}): unknown; use {', '.join(map(repr, REDUCES))}"
                 )
+        if self.distinct is not None:
+            if self.kind != "stage":
+                raise AnnotationError(
+                    f"{self.kind}(distinct={self.distinct!r}): a stage sends the rows that it looks up; say it of "
+                    "stage(...)"
+                )
+            is_number = isinstance(self.distinct, (int, float)) and not isinstance(self.distinct, bool)
+            if not is_number or not 0 < self.distinct <= 1:
+                raise AnnotationError(
+                    f"stage(distinct={self.distinct!r}): the expected part of looked-up rows that are distinct lies "
+                    "above 0 and up to 1"
+                )
 
     @property
     def divides_batch(self) -> bool:
@@ -391,6 +406,7 @@ class Strategy:
         given += [str(self.state)] if self.state is not None else []
         given += [f"offload={self.offload!r}"] if self.offload is not None else []
         given += [f"reduce={self.reduce!r}"] if self.reduce is not None else []
+        given += [f"distinct={self.distinct:g}"] if self.distinct is not None else []
         return f"{self.kind}({', '.join(given)})"
 
 
@@ -407,6 +423,7 @@ _ARGUMENTS = {
     "state_align": re.compile(rf"state_align={_WORD}"),
     "offload": re.compile(rf"offload={_WORD}"),
     "reduce": re.compile(rf"reduce={_WORD}"),
+    "distinct": re.compile(r"distinct=(?P<part>1|0?\.[0-9]{1,6}|[1-9]e-[0-9]{1,2})"),
 }
 """How each argument is written, in the order in which they are."""
 _BETWEEN = re.compile(r", (?![^\[]*\])")
@@ -419,7 +436,7 @@ def _argument(text: str) -> tuple[str, Any] | None:
             kind, given = next((kind, given) for kind, given in found.groupdict().items() if given and kind != "quote")
             if kind == "list":
                 return name, tuple(map(_number, given.split(",")))
-            return name, int(given) if kind == "number" else given
+            return name, int(given) if kind == "number" else float(given) if kind == "part" else given
     return None
 
 
@@ -595,6 +612,7 @@ def encode_scopes(path: ScopePath) -> str:
         divided = None if state is None else [state.level, list(state.shares), state.align]
         given = scope.strategy
         more: list[object] = [given.recompute, given.attention, divided, given.offload, given.reduce, given.experts]
+        more.append(given.distinct)
         while more and more[-1] is None:
             more.pop()
         rows.append([scope.strategy.kind, scope.strategy.degree, scope.strategy.dim, chosen, scope.region, *more])
@@ -616,7 +634,7 @@ def decode_scopes(text: str) -> ScopePath:
                 devices = DeviceSelection(layout=layout, number=number, ranks=tuple(ranks), label=label)
             if not isinstance(region, str):
                 raise TypeError("a region is a string")
-            recompute, attention, divided, offload, reduce, experts = (*more, *(None,) * 6)[:6]
+            recompute, attention, divided, offload, reduce, experts, distinct = (*more, *(None,) * 7)[:7]
             state = None if divided is None else StateSharding(divided[0], tuple(divided[1]), divided[2])
             strategy = Strategy(
                 kind=kind,
@@ -629,6 +647,7 @@ def decode_scopes(text: str) -> ScopePath:
                 offload=offload,
                 reduce=reduce,
                 experts=experts,
+                distinct=distinct,
             )
             path.append(Scope(strategy=strategy, region=region))
     except (ValueError, TypeError, LookupError, UsageError, RecursionError) as error:

@@ -123,6 +123,7 @@ def _fingerprint(
             edge.target_stage in own and known.number("stage", edge.target_stage),
             edge.needs_grad,
             edge.dtype,
+            edge.distinct,
             tuple(shapes.get(rank) for shapes in edge.source_shapes[: len(compilation.rows)]),
             tuple(shapes.get(rank) for shapes in edge.target_shapes[: len(compilation.rows)]),
         )

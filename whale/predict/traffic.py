@@ -19,7 +19,7 @@ from whale.compile.compilation import Compilation
 from whale.compile.rank_step import rank_step
 from whale.ir.adasum import dot_bytes
 from whale.ir.check import CollectiveCall
-from whale.ir.program import ReduceSpec, Send, box_size
+from whale.ir.program import ReduceSpec, Send
 from whale.runtime.random import RNGPosition
 from whale.strategies.dry_run import dry_run
 
@@ -88,7 +88,8 @@ def traffic(compilation: Compilation, rank: int, clock: RNGPosition | None = Non
                 found["backward", call.op, call.ranks, call_bytes(call)] += 1
     for step in compilation.program(rank):
         if isinstance(step, Send):
-            size = box_size(step.box) * _element_bytes(compilation.edges[step.edge].dtype)
+            edge = compilation.edges[step.edge]
+            size = edge.sent_bytes(step.box, _element_bytes(edge.dtype))
             found[step.direction, "send", (rank, step.peer), size] += 1
     gathers = _gathers(compilation, rank, clock)
     gathered = gathered_bytes(compilation)

@@ -20,7 +20,7 @@ from whale.compile.compilation import Compilation
 from whale.ir.adasum import dot_bytes
 from whale.ir.cluster import Cluster
 from whale.ir.profile import Interference
-from whale.ir.program import ReduceSpec, box_size
+from whale.ir.program import ReduceSpec
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
 from whale.planner.cost.hosts import adding_on_host, gathering_on_host, link_to_host, stepping_on_host, with_copies
 from whale.planner.cost.sharded import ShardedUnit, arrival_seconds, scattered_by, sharded_seconds
@@ -286,7 +286,7 @@ def _boundaries(compilation: Compilation) -> tuple[Boundary, ...]:
         element = getattr(torch, edge.dtype).itemsize
         for direction, transfers in (("forward", edge.forward), ("backward", edge.backward)):
             for transfer in transfers[0] if transfers else ():
-                if size := box_size(transfer.source_box) * element:
+                if size := edge.sent_bytes(transfer.source_box, element):
                     pair[direction][transfer.source, transfer.target] += size
     return tuple(
         Boundary(

@@ -327,11 +327,14 @@ class Engine:
         if self.local is not None:
             if step.gathered is None:
                 counting = [step.count.stage] if step.count is not None and step.count.stage is not None else []
-                step.gathered = self.local.read_whole(whole, [*step.stages, *step.sums.stages, *counting])
+                more = step.executor.equal_rows.reads if step.executor.equal_rows is not None else ()
+                step.gathered = self.local.read_whole(whole, [*step.stages, *step.sums.stages, *counting], more)
             batch = self.local.placed(batch, whole, step.gathered)
         sums = self.local.sums(batch, step.sums) if self.local is not None and step.sums.likes else ()
         for stage in step.stages:
             stage.begin(batch, sums)
+        if step.executor.equal_rows is not None:
+            step.executor.equal_rows.begin(batch)
         if step.loss_dtype is None:
             step.executor.run(False, agree=agree)
             return Result(None, self._output(step, to))

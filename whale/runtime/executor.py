@@ -36,6 +36,7 @@ from whale.ir.program import (
     fills,
     forward_only,
 )
+from whale.runtime.equal_rows import EqualRows, Repeats
 from whale.runtime.failure import Failures
 from whale.runtime.gradients import TakesGradients
 from whale.runtime.local_program import Wait, there
@@ -117,6 +118,7 @@ class Executor:
         messages: starts messages; by default as the device wants it.
         credit: limit of values in flight to this rank before the program asks for them. By default 2, or as many as the
             program has micro-batches in flight; on CUDA 0, because there the program itself runs ahead of the device.
+        equal_rows: finds the rows that are sent once on edges with *distinct* rows; None: all are sent.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Executor:
         device: torch.device | str = "cpu",
         messages: Messages | None = None,
         credit: int | None = None,
+        equal_rows: EqualRows | None = None,
     ) -> None:
         self.rank = rank
         self.edges = tuple(edges)
@@ -144,6 +147,7 @@ class Executor:
         self.groups = {(edge.index, direction): group_of(edge, direction) for edge in edges for direction in directions}
         self.device = torch.device(device)
         self.messages = messages or messages_of(self.device)
+        self.equal_rows = equal_rows
         self.programs = {True: program, False: forward_only(program)}
         self.alone = {train: self._num_alone(part) for train, part in self.programs.items()}
         self.credit = credit if credit is not None else 0 if self.device.type == "cuda" else max(2, _most_kept(program))
@@ -237,7 +241,7 @@ class _Arrival:
     """A tensor that is being received in parts."""
 
     buffer: Tensor | None = None
-    parts: list[tuple[Work | None, Tensor | None, Box, int]] = field(default_factory=list)
+    parts: list[tuple[Work | None, Tensor | None, Box, int, Repeats | None]] = field(default_factory=list)
 
 
 class _Refused(Exception):
@@ -424,11 +428,29 @@ class _Step:
     def send(self, instruction: Send) -> None:
         edge, direction, _, peer, box = instruction
         with self.message(range_names.SEND, *instruction[:4]):
-            part = _part(self.value(instruction), box).contiguous()
+            part = self.sent(instruction, _part(self.value(instruction), box))
             work = self.executor.messages.send(part, peer, self.executor.groups[edge, direction])
         if work is None:
             raise ScheduleError(f"edge {edge}: rank {self.executor.rank} is not in the group of its edges")
         self.sends.append((self.num_tasks, work, part, instruction))
+
+    def sent(self, instruction: Send, part: Tensor) -> Tensor:
+        """The message of a part of a value."""
+        if self.executor.edges[instruction.edge].distinct is None:
+            return part.contiguous()
+        repeats = self.repeats(instruction)
+        if repeats is None:
+            return part.clone(memory_format=torch.contiguous_format)  # memory as of one that is sent in part
+        return repeats.distinct(part) if instruction.direction == "forward" else repeats.summed(part)
+
+    def repeats(self, instruction: Send | Receive) -> Repeats | None:
+        """The equal rows of a message; None if it is sent as it is."""
+        edge, direction, micro_batch, _, box = instruction
+        equal_rows = self.executor.equal_rows
+        if equal_rows is None or self.executor.edges[edge].distinct is None:
+            return None
+        at_source = (direction == "forward") == isinstance(instruction, Send)
+        return equal_rows.of(edge, at_source, micro_batch, box)
 
     def copy(self, instruction: Copy) -> None:
         key: _Key = instruction[:3]
@@ -436,9 +458,9 @@ class _Step:
         part = _part(self.value(instruction), instruction.source_box)
         if self.executor.disjoint[key] and len(self.executor.boxes[key]) == 1:
             arrival.buffer = part
-            arrival.parts.append((None, None, instruction.target_box, self.executor.rank))
+            arrival.parts.append((None, None, instruction.target_box, self.executor.rank, None))
         else:
-            arrival.parts.append((None, part, instruction.target_box, self.executor.rank))
+            arrival.parts.append((None, part, instruction.target_box, self.executor.rank, None))
 
     def value(self, instruction: Send | Copy) -> Tensor:
         """Return the tensor from which an instruction takes its box."""
@@ -475,13 +497,16 @@ class _Step:
             if arrival.buffer is None:
                 arrival.buffer = executor.messages.blank(executor.shape(*key), dtype)
             target = _part(arrival.buffer, instruction.box)
-        apart = target is None or not target.is_contiguous()
+        apart = target is None or not target.is_contiguous() or executor.edges[instruction.edge].distinct is not None
+        repeats = self.repeats(instruction)
         if target is None or apart:
             target = executor.messages.blank(box_shape(instruction.box), dtype)
+        if repeats is not None:
+            target = target.view(len(repeats.number), -1)[: repeats.count]
         with self.message(range_names.RECEIVE, *instruction[:4]):
             group = executor.groups[instruction.edge, instruction.direction]
             work = executor.messages.receive(target, instruction.peer, group)
-        arrival.parts.append((work, target if apart else None, instruction.box, instruction.peer))
+        arrival.parts.append((work, target if apart else None, instruction.box, instruction.peer, repeats))
 
     def take(self, edge: int, direction: Direction, micro_batch: int) -> Tensor | None:
         """Wait for all parts of a tensor and return it; None if it has none."""
@@ -491,12 +516,14 @@ class _Step:
         if arrival is None:
             return None
         buffer = self.buffer(key, arrival)
-        for work, part, box, peer in arrival.parts:
+        for work, part, box, peer, repeats in arrival.parts:
             if work is not None:
                 self.wait(work, edge, direction, micro_batch, peer, "from")
             if part is None:
                 continue
             target = _part(buffer, box)
+            if repeats is not None:
+                part = (repeats.copies if direction == "forward" else repeats.placed)(part, target.shape)
             if executor.disjoint[key]:
                 target.copy_(part)
             else:

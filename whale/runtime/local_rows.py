@@ -237,15 +237,20 @@ class LocalBatches:
         }
         return batch, like
 
-    def read_whole(self, like: Mapping[str, Any], stages: Iterable[LocalStage]) -> tuple[str, ...]:
-        """Names of the leaves of which a rank reads other rows than its own. All ranks must call it.
+    def read_whole(
+        self, like: Mapping[str, Any], stages: Iterable[LocalStage], more: Iterable[tuple[str, Intervals]] = ()
+    ) -> tuple[str, ...]:
+        """Names of the leaves of which a rank reads other rows than its own, in stages or as *more* parts. All ranks
+        must call it.
 
         Raises:
             WorkerError: a rank did not come within the timeout.
         """
         names = sorted(self._of_rows(like))
         held = {name: self._held(self.world.rank, name, like[name].shape) for name in names}
-        lacking = {leaf for leaf, box in _reads(stages) if leaf in held and box_within(held[leaf], box) is None}
+        lacking = {
+            leaf for leaf, box in (*_reads(stages), *more) if leaf in held and box_within(held[leaf], box) is None
+        }
         wanted = torch.tensor([name in lacking for name in names], dtype=torch.int64)
         if self.world.size > 1:
             work = dist.all_reduce(wanted, dist.ReduceOp.MAX, group=self.host_group, async_op=True)

@@ -1,0 +1,155 @@
+"""Rows of messages that are equal because their keys are: both ends find them in the batch, before they exchange any.
+
+A stage sends each of them once, and the next puts copies in their places; gradients of copies are summed before they
+return. So rows of a table that many samples look up travel once to a rank. It knows batches and parts of tensors; no
+graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from whale.ir.program import Box
+from whale.runtime.local_program import Intervals
+from whale.runtime.stage import part
+from whale.runtime.uploads import download, upload
+
+__all__ = ["MOST_DISTINCT", "EqualRows", "Repeats"]
+
+MOST_DISTINCT = 0.8
+"""If more of the rows of a message are distinct, it is sent as it is."""
+
+_Leaves = Sequence[tuple[str, tuple[int, ...]]]
+
+
+class Keys(Protocol):
+    """The keys of an edge's rows."""
+
+    @property
+    def code(self) -> Any:
+        """Their function of leaves."""
+        ...
+
+    @property
+    def leaves(self) -> _Leaves:
+        """These, with the whole shape of each."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the keys."""
+        ...
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Which rows of a message are equal: for each of them the number of a distinct one, whose rows come *first*."""
+
+    first: Tensor
+    number: Tensor
+
+    @property
+    def count(self) -> int:
+        """The number of distinct rows."""
+        return len(self.first)
+
+    def distinct(self, rows: Tensor) -> Tensor:
+        """The distinct rows of a value."""
+        return _as_rows(rows, self).index_select(0, self.first)
+
+    def copies(self, distinct: Tensor, like: Sequence[int]) -> Tensor:
+        """The value with these distinct rows."""
+        return distinct.index_select(0, self.number).view(*like)
+
+    def summed(self, rows: Tensor) -> Tensor:
+        """Of a gradient the sums of equal rows, in float32 at least."""
+        own = _as_rows(rows, self)
+        wide = own if own.dtype in (torch.float32, torch.float64) else own.float()
+        sums = wide.new_zeros((self.count, own.shape[1])).index_add_(0, self.number, wide)
+        return sums.to(rows.dtype)
+
+    def placed(self, sums: Tensor, like: Sequence[int]) -> Tensor:
+        """A gradient with these sums in the first of equal rows, and zeros in the others."""
+        found = sums.new_zeros((len(self.number), sums.shape[1]))
+        return found.index_copy_(0, self.first, sums).view(*like)
+
+
+def _as_rows(x: Tensor, repeats: Repeats) -> Tensor:
+    return x.reshape(len(repeats.number), -1)
+
+
+class EqualRows:
+    """Finds the equal rows of a rank's messages.
+
+    Args:
+        keys: of the edges that have them, by index.
+        held: for each of these and whether this rank is at its source, the part of the value that the rank has of
+            each micro-batch.
+        device: of the rank.
+    """
+
+    def __init__(
+        self, keys: Mapping[int, Keys], held: Mapping[tuple[int, bool], Sequence[Intervals]], device: torch.device
+    ) -> None:
+        self._keys, self._held, self._device = keys, held, device
+        self._batch: Mapping[str, Any] | None = None
+        self._whole: dict[int, Tensor] = {}
+        self._found: dict[Any, Repeats | None] = {}
+
+    def begin(self, batch: Mapping[str, Any]) -> None:
+        """Start a step on a global batch, of which the rank has the leaves that it reads."""
+        self._batch = batch
+        self._whole.clear()
+        self._found.clear()
+
+    @property
+    def reads(self) -> list[tuple[str, Intervals]]:
+        """The leaves of a batch that it reads, whole."""
+        return [(name, _all_of(shape)) for keys in self._keys.values() for name, shape in keys.leaves]
+
+    def of(self, edge: int, at_source: bool, micro_batch: int, box: Box) -> Repeats | None:
+        """The equal rows of a box of this rank's value; None if it is sent as it is."""
+        if edge not in self._keys or self._batch is None:
+            return None
+        dims = len(self._keys[edge].shape)
+        key = (edge, at_source, micro_batch, box[:dims])
+        if key not in self._found:
+            intervals = self._held[edge, at_source][micro_batch]
+            own = part(self._of_edge(edge), intervals[:dims])
+            own = own[tuple(slice(*one) for one in box[:dims])].flatten()
+            self._found[key] = self._repeats(own)
+        return self._found[key]
+
+    def _repeats(self, keys: Tensor) -> Repeats | None:
+        number: Tensor
+        values, number = torch.unique(keys, return_inverse=True)
+        count, size = len(values), len(keys)
+        if count > MOST_DISTINCT * size:
+            return None
+        first = torch.full((count,), size).scatter_reduce_(0, number, torch.arange(size), "amin")
+        return Repeats(upload(first, self._device), upload(number, self._device))
+
+    def _of_edge(self, edge: int) -> Tensor:
+        """The keys of the whole batch."""
+        if edge not in self._whole:
+            keys = self._keys[edge]
+            with torch.no_grad():
+                (found,) = keys.code(*(self._leaf(*leaf) for leaf in keys.leaves))
+            self._whole[edge] = found.reshape(keys.shape)
+        return self._whole[edge]
+
+    def _leaf(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A leaf of the batch on the host, whole."""
+        assert self._batch is not None
+        held = self._batch[name]
+        (found,) = download([held if isinstance(held, Tensor) else held.on_host(_all_of(shape))])
+        return found
+
+
+def _all_of(shape: tuple[int, ...]) -> Intervals:
+    return tuple(((0, size),) for size in shape)
