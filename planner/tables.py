@@ -51,7 +51,8 @@ class Table:
         seconds: on each device, to look up all rows that a step reads, and to update them.
         fixed: seconds besides on each device that has a part of it, where it is cut: each reads all indices, and they
             add up what optimizers need of whole rows.
-        sent_bytes: of its vectors for the whole batch.
+        sent_bytes: of its vectors for the whole batch; where only distinct ones are sent, of these.
+        distinct: the part of the vectors that are distinct, if only these are sent; none if all are.
         of_replicas: seconds on each device if all have it, with the sum of its gradients; none if they cannot.
         at_host: the same as *seconds* at each device's host, with the copies of vectors; none if it cannot be there.
     """
@@ -65,6 +66,7 @@ class Table:
     sent_bytes: float
     of_replicas: tuple[float, ...] = ()
     at_host: tuple[float, ...] = ()
+    distinct: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,19 +34,23 @@ class RowKeys:
         code: their function of leaves of a batch, which are on the host.
         leaves: names of these, with the whole shape of each.
         shape: of the keys, which is the value's without its last dim.
+        rows: of the table: keys are less.
     """
 
     code: LocalCode
     leaves: tuple[tuple[str, tuple[int, ...]], ...]
     shape: tuple[int, ...]
+    rows: int
 
 
 def keys_of(captured: Captured, value: Value) -> RowKeys | None:
     """The keys of a value whose rows are those of a table at indices that are computed of the batch alone; None if it
     is another."""
-    indices = _indices(value)
-    shape = value_shape(value)[:-1]
-    if indices is None or not shape or prod(value_shape(indices)) != prod(shape):
+    found_at, shape = _look_up(value), value_shape(value)[:-1]
+    if found_at is None or not shape:
+        return None
+    table, indices = operands(found_at)[:2]
+    if prod(value_shape(indices)) != prod(shape):
         return None
     nodes = _of_batch(captured, indices)
     if nodes is None:
@@ -63,11 +67,11 @@ def keys_of(captured: Captured, value: Value) -> RowKeys | None:
     if value_tensor(indices) is not node.meta.get("val"):
         found = graph.call_function(operator.getitem, (found, number))
     graph.output((found,))
-    return RowKeys(LocalCode(nn.Module(), graph), tuple(leaves), shape)
+    return RowKeys(LocalCode(nn.Module(), graph), tuple(leaves), shape, value_shape(table)[0])
 
 
-def _indices(value: Value) -> Value | None:
-    """The indices at which the rows of a value are looked up, one for each; None if it has other rows."""
+def _look_up(value: Value) -> fx.Node | None:
+    """The look-up of which a value has the rows, each in the place of its index; None if it has other rows."""
     columns, beside = value_shape(value)[-1:], list[Value]()
     while value[0].target is not aten.embedding.default:
         given = operands(value[0])
@@ -77,7 +81,7 @@ def _indices(value: Value) -> Value | None:
             return None
         value, beside = given[0], beside + given[1:]
     indices = operands(value[0])[1]
-    return indices if all(value_shape(one) == () or _is_of(one, indices) for one in beside) else None
+    return value[0] if all(value_shape(one) == () or _is_of(one, indices) for one in beside) else None
 
 
 def _keeps_rows(node: fx.Node) -> bool:

@@ -18,6 +18,8 @@ from whale.planner.catalog import chip_of
 from whale.planner.cost.optimizers import costs_of
 
 __all__ = [
+    "KEYED_MESSAGE_SECONDS",
+    "KEY_SECONDS",
     "OF_PROCESSES",
     "Held",
     "Host",
@@ -46,6 +48,11 @@ DEVICES_TIMES = 2
 BANDWIDTH_FOR_DEVICE = 2.5e10
 """Bytes per second that processors read and write, for each device of a node: 200 GB/s of eight, which two sockets of
 six channels of DDR4 have, and one channel and a half of a workstation."""
+
+KEY_SECONDS = 1.5e-8
+"""Seconds of a processor for each row of a message, to find those that are equal (`benchmarks/equal_rows.py`)."""
+KEYED_MESSAGE_SECONDS = 2e-5
+"""Seconds for the message itself, which that takes besides."""
 
 OF_PROCESSES = 3e9
 """Bytes in which a process of an accelerator has its libraries, its CUDA context and its Python (typical; recalled)."""

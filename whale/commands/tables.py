@@ -8,7 +8,7 @@ tables, and prices what a device does for each by the cost model of all layers; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,9 @@ from math import prod
 from os import PathLike
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from whale.annotations import Annotation, module_scopes, replicate, split, stage
 from whale.annotations import cluster as on_devices
@@ -25,6 +27,7 @@ from whale.commands.plan_writer import Choice, shortage_of
 from whale.commands.planning import even_stages, shares_by_speed
 from whale.compile.trace import Traced, precision_of, trace
 from whale.errors import UsageError, WhaleError
+from whale.graph.capture import batch_leaves
 from whale.graph.capture_checks import module_of, modules_around
 from whale.graph.values import has_sparse_gradient, needs_grad, operands, value_shape, value_tensor
 from whale.ir.cluster import Cluster, Link, Node
@@ -32,7 +35,15 @@ from whale.ir.plan import ClusterIdentity, Plan
 from whale.ir.profile import Affine, Amount, Kernel, LayerKind, LayerVariant, ModelProfile
 from whale.ir.units import counted
 from whale.planner.catalog import device_types
-from whale.planner.cost.hosts import OF_PROCESSES, has_hosts, host_of, link_to_host, look_up_type
+from whale.planner.cost.hosts import (
+    KEY_SECONDS,
+    KEYED_MESSAGE_SECONDS,
+    OF_PROCESSES,
+    has_hosts,
+    host_of,
+    link_to_host,
+    look_up_type,
+)
 from whale.planner.cost.layers import layer_seconds
 from whale.planner.cost.memory import framework_bytes, run_state_bytes
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -42,6 +53,7 @@ from whale.planner.network.topology import Topology
 from whale.planner.search import Candidate, StageChoice
 from whale.planner.tables import Table, TableDevice, TableHost, TablePlace, TablePlaces, Way, cheapest_places
 from whale.predict.layer_parts import stage_layers
+from whale.strategies.equal_rows import RowKeys, keys_of
 
 __all__ = ["PlacedTables", "place_tables", "placed_choices", "placed_tables"]
 
@@ -49,6 +61,9 @@ INDEX_BYTES = 8
 
 ROOM = 0.9
 """The part of a device's memory that tables and the state of the dense part may take; activations need the rest."""
+
+MOST_DISTINCT = 0.7
+"""If more of the vectors of an example batch are distinct, all are sent: in other batches there may be more."""
 
 
 def place_tables(
@@ -60,14 +75,16 @@ def place_tables(
 ) -> dict[str, list[Annotation]]:
     """Annotations that place a model's embedding tables, for `annotate`: each whole on one device, or cut by columns or
     rows over several, and the rest of the model in replicas on all, with hot tables of few rows. Tables with sparse
-    gradients for which devices have no room are in the memory of hosts.
+    gradients for which devices have no room are in the memory of hosts. Rows that samples look up several times are
+    sent once (``stage(distinct=...)``) where that is faster.
 
     Places are chosen by the cost model, so that the slowest device is fast and all of them fit in memory. Equal
     arguments give equal places on every rank.
 
     Args:
         model: without annotations, on any device, also ``meta``.
-        example_batch: as `parallelize` takes it; its size says how much is looked up.
+        example_batch: as `parallelize` takes it; its size says how much is looked up, and its indices which part of
+            them are distinct.
         cluster: a cluster file, a Cluster, or a number of equal devices.
         optimizer: of parameters with dense gradients, whose states must fit: ``adamw``, ``sgd``, ``sgd_momentum`` or
             ``none``. Tables with sparse gradients are taken to have one number a row, as
@@ -125,7 +142,7 @@ def placed_tables(model: nn.Module, batch: Any, cluster: Cluster, *, optimizer: 
     if module_scopes(model):
         raise UsageError("the model has annotations already: place the tables of one without any")
     traced = trace(model, batch, device="cpu", training=model.training)
-    found = list(_tables_of(traced))
+    found = list(_tables_of(traced, batch))
     if not found:
         raise UsageError(
             "the model has no table to place: no nn.Embedding or nn.EmbeddingBag has a matrix that nothing else reads"
@@ -142,13 +159,15 @@ def _placed(
     *,
     precision: str,
     optimizer: Optimizer,
+    micro_batches: int = 1,
 ) -> PlacedTables:
     """Tables on these ranks of a cluster, with replicas of the rest on all of them."""
-    priced = _Prices(traced, cluster, ranks, precision, optimizer)
+    priced = _Prices(traced, cluster, ranks, precision, optimizer, micro_batches)
     tables = tuple(map(priced.table, found))
     devices = tuple(priced.devices({one.parameter for one in found}))
     places = cheapest_places(tables, devices, priced.hosts if has_hosts(cluster) else ())
-    return PlacedTables(annotations=_annotations(places, ranks), tables=tables, devices=devices, places=places)
+    annotations = _annotations(tables, places, ranks)
+    return PlacedTables(annotations=annotations, tables=tables, devices=devices, places=places)
 
 
 def placed_choices(
@@ -172,12 +191,12 @@ def placed_choices(
         micro_batches: of a step.
         schedules: of which the fastest is taken.
     """
-    found = [one for one in _tables_of(trial.traced) if one.path in profile.paths]
+    found = [one for one in _tables_of(trial.traced, trial.batch) if one.path in profile.paths]
     sizes = [sum(variant.parameters for variant in kind.variants[:1]) for kind in profile.chain()]
     of_tables = sum(prod(value_shape((one.parameter, 0))) for one in found)
     for ranks in _device_sets(cluster) if 2 * of_tables > sum(sizes) else ():
         with suppress(WhaleError):
-            how: Any = {"precision": trial.precision, "optimizer": trial.optimizer}
+            how: Any = {"precision": trial.precision, "optimizer": trial.optimizer, "micro_batches": micro_batches}
             placed = _placed(trial.traced, found, cluster, ranks, **how)
             plan = Plan(
                 model=trial.identity,
@@ -290,17 +309,24 @@ def _device_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """A table of a model: its module, its parameter, rows that a step looks up, elements that leave the module, and
-    whether its gradient is sparse."""
+    """A table of a model: its module, its parameter, rows that a step looks up, elements that leave the module, whether
+    its gradient is sparse, and the keys of rows that leave the module, for the example batch; none if other things
+    leave it, or the batch has no values."""
 
     path: str
     parameter: fx.Node
     lookups: int
     sent: int
     sparse: bool
+    keys: tuple[Tensor, ...] = ()
+
+    def distinct(self, parts: int) -> float:
+        """The part of the rows that leave the module that are distinct in parts of a batch."""
+        pieces = [piece for keys in self.keys for piece in keys.tensor_split(min(parts, len(keys)))]
+        return sum(len(piece.unique()) for piece in pieces) / max(1, sum(piece.numel() for piece in pieces))
 
 
-def _tables_of(traced: Traced) -> Iterator[_Found]:
+def _tables_of(traced: Traced, batch: Any) -> Iterator[_Found]:
     """Parameters that are only looked up, each by a module of its own."""
     captured = traced.captured
     for node in captured.graph.nodes:
@@ -319,7 +345,23 @@ def _tables_of(traced: Traced) -> Iterator[_Found]:
             lookups=sum(prod(value_shape(operands(reader)[1])) for reader in readers),
             sent=sum(value_tensor((one, 0)).numel() for one in sent),
             sparse=has_sparse_gradient((node, 0)),
+            keys=_values([keys_of(captured, (one, 0)) for one in sent], batch_leaves(batch)),
         )
+
+
+def _values(keys: Sequence[RowKeys | None], leaves: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Keys of a batch; none if some are not known, or all are one, as those of a batch that is made up."""
+    read = [leaves.get(name) for one in keys if one is not None for name, _ in one.leaves]
+    known = [isinstance(x, Tensor) and not x.is_meta and not isinstance(x, FakeTensor) for x in read]
+    if None in keys or not all(known):
+        return ()
+    with torch.no_grad():
+        found = [
+            one.code.once(*(leaves[name].cpu() for name, _ in one.leaves))[0].reshape(one.shape)
+            for one in keys
+            if one is not None
+        ]
+    return tuple(found) if any(len(x.unique()) > 1 for x in found) else ()
 
 
 def _looks_up(reader: fx.Node, table: fx.Node) -> bool:
@@ -331,8 +373,15 @@ class _Prices:
     """Prices of tables on the devices of a cluster."""
 
     def __init__(
-        self, traced: Traced, cluster: Cluster, ranks: Sequence[int], precision: str, optimizer: Optimizer
+        self,
+        traced: Traced,
+        cluster: Cluster,
+        ranks: Sequence[int],
+        precision: str,
+        optimizer: Optimizer,
+        micro_batches: int,
     ) -> None:
+        self.micro_batches = micro_batches
         self.traced, self.cluster, self.ranks, self.optimizer = traced, cluster, tuple(ranks), optimizer
         self.precision, self.topology = precision_named(precision), Topology.of(cluster)
         self._seconds: dict[Any, float] = {}
@@ -347,18 +396,30 @@ class _Prices:
             states = costs_of(self.optimizer).states
             held = run_state_bytes(elements, precision=self.precision, states=states).total
         kind, indices = self._kind(found, elements, columns), _of_indices(found)
+        part, seconds = self._distinct(found, found.sent * size)
         joined = collective(self.topology, "all_reduce", self.ranks, min(found.lookups, rows) * size).seconds
         return Table(
             name=found.path,
             rows=rows,
             columns=columns,
             bytes=held,
-            seconds=tuple(self._time(kind, self.cluster.devices[rank].type) for rank in self.ranks),
+            seconds=tuple(self._time(kind, self.cluster.devices[rank].type) + seconds for rank in self.ranks),
             fixed=tuple(self._time(indices, self.cluster.devices[rank].type) + joined for rank in self.ranks),
-            sent_bytes=found.sent * size,
+            sent_bytes=found.sent * size * (1.0 if part is None else part),
+            distinct=part,
             of_replicas=self._of_replicas(kind, found, rows, columns),
-            at_host=tuple(self._at_host(kind, found, rank) for rank in self.ranks) if found.sparse else (),
+            at_host=tuple(self._at_host(kind, found, rank) + seconds for rank in self.ranks) if found.sparse else (),
         )
+
+    def _distinct(self, found: _Found, sent: float) -> tuple[float | None, float]:
+        """The part of a table's vectors that are distinct, and the seconds to find them, where sending these alone is
+        faster; else none."""
+        parts = len(self.ranks) * self.micro_batches
+        part = found.distinct(parts) if found.keys and len(self.ranks) > 1 else 1.0
+        seconds = parts * KEYED_MESSAGE_SECONDS + KEY_SECONDS * sum(keys.numel() for keys in found.keys)
+        if part > MOST_DISTINCT or 2 * sent * (1 - part) * self.pace < 2 * seconds:
+            return None, 0.0
+        return float(f"{part:.2g}"), seconds
 
     def _at_host(self, kind: LayerKind, found: _Found, rank: int) -> float:
         """Seconds of a table at a rank's host, with its vectors on their way to the device and their gradients."""
@@ -419,6 +480,15 @@ class _Prices:
         return self._seconds[key]
 
     @cached_property
+    def pace(self) -> float:
+        """Seconds for each byte that a device exchanges with all."""
+        count = len(self.ranks)
+        if count == 1:
+            return 0.0
+        size = 2**20 * count
+        return collective(self.topology, "all_to_all", self.ranks, size).transfer / (size * (count - 1) / count)
+
+    @cached_property
     def shares(self) -> list[float]:
         """The part of the batch that each device has of the dense part, by its speed."""
         speeds = [self.cluster.devices[rank].type.speed(self.traced.dtype) for rank in self.ranks]
@@ -434,9 +504,6 @@ class _Prices:
         )
         state = run_state_bytes(dense, precision=self.precision, states=costs_of(self.optimizer).states).total
         own, ranks = [cluster.devices[rank] for rank in self.ranks], self.ranks
-        size = 2**20 * len(ranks)
-        sent = size * (len(ranks) - 1) / len(ranks)
-        pace = collective(self.topology, "all_to_all", ranks, size).transfer / sent if len(ranks) > 1 else 0.0
         hosts = {node.name: position for position, node in enumerate(self.nodes)}
         for device, share in zip(own, self.shares, strict=True):
             yield TableDevice(
@@ -444,7 +511,7 @@ class _Prices:
                 memory_bytes=ROOM * (device.type.memory_bytes - framework_bytes(device.type, len(ranks))) - state,
                 seconds=0.0,
                 share=share,
-                seconds_per_byte=pace,
+                seconds_per_byte=self.pace,
                 host=hosts[device.node],
             )
 
@@ -457,19 +524,31 @@ def _of_indices(found: _Found) -> LayerKind:
     return LayerKind(name=f"{found.path} (indices)", variants=(variant,))
 
 
-def _annotations(places: TablePlaces, ranks: Sequence[int]) -> dict[str, list[Annotation]]:
+def _annotations(tables: Sequence[Table], places: TablePlaces, ranks: Sequence[int]) -> dict[str, list[Annotation]]:
     """A stage for the tables in each place, and the rest of the model, with the tables of replicas, in replicas on all
-    of these ranks."""
-    together: dict[tuple[str, TablePlace], list[str]] = {}
-    for path, place in places.places.items():
-        if place.way == "replicas":
-            continue
-        parent, _, name = path.rpartition(".")
-        together.setdefault((parent if name.isdigit() else path, place), []).append(name)
+    of these ranks. Tables of which distinct vectors are sent have stages of their own."""
+    together: dict[tuple[str, TablePlace, bool], dict[str, Table]] = {}
+    for table in tables:
+        path, place = table.name, places.places[table.name]
+        if place.way != "replicas":
+            parent, _, name = path.rpartition(".")
+            stage_of = (parent if name.isdigit() else path, place, table.distinct is not None)
+            together.setdefault(stage_of, {})[name] = table
     found: dict[str, list[Annotation]] = {"": [on_devices(ranks), stage(len(ranks)), replicate()]}
-    for (parent, place), names in together.items():
+    for (parent, place, is_distinct), own in together.items():
+        names = list(own)
         key = f"{parent}.[{','.join(names)}]".removeprefix(".") if names[0].isdigit() else parent
         inner = [] if place.way == "whole" else [split()]
-        of_place = stage(len(place.ranks), offload="tables" if place.on_host else None)
+        of_place = stage(
+            len(place.ranks),
+            offload="tables" if place.on_host else None,
+            distinct=_mean_distinct(own.values()) if is_distinct else None,
+        )
         found[key] = [on_devices([ranks[position] for position in place.ranks]), of_place, *inner]
     return found
+
+
+def _mean_distinct(tables: Collection[Table]) -> float:
+    """The part of the vectors of tables that are distinct."""
+    sizes = [table.sent_bytes / (table.distinct or 1.0) for table in tables]
+    return float(f"{sum(table.sent_bytes for table in tables) / sum(sizes):.2g}")

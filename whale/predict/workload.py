@@ -20,9 +20,17 @@ from whale.compile.compilation import Compilation
 from whale.ir.adasum import dot_bytes
 from whale.ir.cluster import Cluster
 from whale.ir.profile import Interference
-from whale.ir.program import ReduceSpec
+from whale.ir.program import ReduceSpec, box_size
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
-from whale.planner.cost.hosts import adding_on_host, gathering_on_host, link_to_host, stepping_on_host, with_copies
+from whale.planner.cost.hosts import (
+    KEY_SECONDS,
+    KEYED_MESSAGE_SECONDS,
+    adding_on_host,
+    gathering_on_host,
+    link_to_host,
+    stepping_on_host,
+    with_copies,
+)
 from whale.planner.cost.sharded import ShardedUnit, arrival_seconds, scattered_by, sharded_seconds
 from whale.planner.cost.stage import exposed_beside
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
@@ -77,11 +85,24 @@ def workload_of(
         reductions=_reductions(compilation, costs, sizes, layers, backwards),
         links=_links(costs, boundaries),
         update=tuple(update),
-        overhead=step_overhead(types, agreed),
+        overhead=step_overhead(types, agreed) + _seconds_of_keys(compilation),
         overlap_slowdown=overlap_slowdown(types),
         runs_ahead=costs.device != "cpu",
     )
     return workload, measured
+
+
+def _seconds_of_keys(compilation: Compilation) -> float:
+    """Seconds in which the slowest rank finds the equal rows of its messages, of values and gradients together."""
+    found = defaultdict[int, float](float)
+    for edge in compilation.edges:
+        for transfers in edge.forward if edge.distinct is not None else ():
+            for source, target, box, _ in transfers:
+                if source != target and box_size(box):
+                    seconds = KEYED_MESSAGE_SECONDS + KEY_SECONDS * box_size(box[:-1])
+                    found[source] += seconds
+                    found[target] += seconds
+    return max(found.values(), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,9 @@ __all__ = ["MOST_DISTINCT", "EqualRows", "Repeats"]
 
 MOST_DISTINCT = 0.8
 """If more of the rows of a message are distinct, it is sent as it is."""
+
+MOST_ROWS = 2**24
+"""Most rows of a table for each of which there is a number of 4 bytes on the host; keys of larger ones are sorted."""
 
 _Leaves = Sequence[tuple[str, tuple[int, ...]]]
 
@@ -45,22 +49,28 @@ class Keys(Protocol):
         """Of the keys."""
         ...
 
+    @property
+    def rows(self) -> int:
+        """Keys are from 0 up to this number, without it."""
+        ...
+
 
 @dataclass(frozen=True)
 class Repeats:
-    """Which rows of a message are equal: for each of them the number of a distinct one, whose rows come *first*."""
+    """Which rows of a message are equal: the places of those that are *chosen* of equal ones, and for each row the
+    number of one of these."""
 
-    first: Tensor
+    chosen: Tensor
     number: Tensor
 
     @property
     def count(self) -> int:
         """The number of distinct rows."""
-        return len(self.first)
+        return len(self.chosen)
 
     def distinct(self, rows: Tensor) -> Tensor:
         """The distinct rows of a value."""
-        return _as_rows(rows, self).index_select(0, self.first)
+        return _as_rows(rows, self).index_select(0, self.chosen)
 
     def copies(self, distinct: Tensor, like: Sequence[int]) -> Tensor:
         """The value with these distinct rows."""
@@ -74,9 +84,9 @@ class Repeats:
         return sums.to(rows.dtype)
 
     def placed(self, sums: Tensor, like: Sequence[int]) -> Tensor:
-        """A gradient with these sums in the first of equal rows, and zeros in the others."""
+        """A gradient with these sums in the chosen of equal rows, and zeros in the others."""
         found = sums.new_zeros((len(self.number), sums.shape[1]))
-        return found.index_copy_(0, self.first, sums).view(*like)
+        return found.index_copy_(0, self.chosen, sums).view(*like)
 
 
 def _as_rows(x: Tensor, repeats: Repeats) -> Tensor:
@@ -100,6 +110,7 @@ class EqualRows:
         self._batch: Mapping[str, Any] | None = None
         self._whole: dict[int, Tensor] = {}
         self._found: dict[Any, Repeats | None] = {}
+        self._last = np.empty(0, dtype=np.int32)
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Start a step on a global batch, of which the rank has the leaves that it reads."""
@@ -122,17 +133,27 @@ class EqualRows:
             intervals = self._held[edge, at_source][micro_batch]
             own = part(self._of_edge(edge), intervals[:dims])
             own = own[tuple(slice(*one) for one in box[:dims])].flatten()
-            self._found[key] = self._repeats(own)
+            self._found[key] = self._repeats(own, self._keys[edge].rows)
         return self._found[key]
 
-    def _repeats(self, keys: Tensor) -> Repeats | None:
-        number: Tensor
-        values, number = torch.unique(keys, return_inverse=True)
-        count, size = len(values), len(keys)
-        if count > MOST_DISTINCT * size:
+    def _repeats(self, keys: Tensor, rows: int) -> Repeats | None:
+        """The last of equal rows stands for all of them, on both ends."""
+        own, size = keys.numpy(), len(keys)
+        places = np.arange(size, dtype=np.int32)
+        if rows <= MOST_ROWS:
+            if len(self._last) < rows:
+                self._last = np.empty(rows, dtype=np.int32)
+            self._last[own] = places  # of equal keys the last is written last
+            stands = self._last[own]
+            chosen = np.flatnonzero(stands == places)
+            number = np.empty(size, dtype=np.int64)
+            number[chosen] = np.arange(len(chosen))
+            number = number[stands]
+        else:
+            _, chosen, number = np.unique(own, return_index=True, return_inverse=True)
+        if len(chosen) > MOST_DISTINCT * size:
             return None
-        first = torch.full((count,), size).scatter_reduce_(0, number, torch.arange(size), "amin")
-        return Repeats(upload(first, self._device), upload(number, self._device))
+        return Repeats(*(upload(torch.from_numpy(x), self._device) for x in (chosen, number)))
 
     def _of_edge(self, edge: int) -> Tensor:
         """The keys of the whole batch."""
