@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import whale
 from tests.distributed.parity import Worlds
 from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.test_local_batches import rows_of
 from whale.optim import RowWiseAdagrad
 from whale.runtime.launch import World
 from whale.runtime.messages import Messages
@@ -103,7 +104,6 @@ def both(world: World, placed: dict[str, Any], options: dict[str, Any], rows: tu
     local = Clicks().double()
     model = copy.deepcopy(local)
     whale.annotate(model, layout(**placed))
-    brings_own = options.get("local_batches", False)
     made: Any = whale.parallelize(model, batch(), device="cpu", timeout_seconds=30, **options)
     ours, theirs = optimizers(made), optimizers(local)
     found, sizes = {"losses": 0.0}, list[int]()
@@ -111,7 +111,7 @@ def both(world: World, placed: dict[str, Any], options: dict[str, Any], rows: tu
     try:
         for number, count in enumerate(rows):
             given = batch(count, number)
-            own = {name: made.local_rows(x) for name, x in given.items()} if brings_own else given
+            own = rows_of(made, given) if options.get("batch") == "local" else given
             expected = local(**given)
             expected.backward()
             with warnings.catch_warnings():
@@ -139,6 +139,8 @@ SETTINGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "micro-batches and zero bubble": (3, {"split": True}, {"micro_batches": 2, "schedule": "zero_bubble"}),
     "recompute": (2, {}, {"micro_batches": 2, "recompute": "full"}),
     "compiled": (2, {}, {"compile": True}),
+    "rows of its own": (2, {}, {"batch": "local"}),
+    "rows of its own, in columns": (3, {"split": True}, {"batch": "local", "micro_batches": 2}),
 }
 
 

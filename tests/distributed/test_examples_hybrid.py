@@ -29,6 +29,14 @@ def test_sparse_tables_are_placed_on_ranks_with_the_losses_of_one() -> None:
     assert {*together.values()} == {*alone.values()} == {*on_host.values()}
 
 
+def test_rows_that_are_looked_up_often_travel_once_with_the_losses_of_one() -> None:
+    together, alone = run(3, "equal_rows.py"), run(1, "equal_rows.py")
+    assert "distinct=0.6" in together
+    losses = [re.findall(r"rank . of .: (.*)", text) for text in (together, alone)]
+    assert len(losses[0]) == 3
+    assert {*losses[0]} == {*losses[1]}
+
+
 @pytest.mark.parametrize(
     ("size", "arguments", "layers"),
     [(2, (), [[0, 1], [2, 3]]), (4, ("--layers", "3"), [[0], [1, 2], [0], [1, 2]])],

@@ -133,11 +133,12 @@ class EqualRows:
             intervals = self._held[edge, at_source][micro_batch]
             own = part(self._of_edge(edge), intervals[:dims])
             own = own[tuple(slice(*one) for one in box[:dims])].flatten()
-            self._found[key] = self._repeats(own, self._keys[edge].rows)
+            self._found[key] = self.find(own, self._keys[edge].rows)
         return self._found[key]
 
-    def _repeats(self, keys: Tensor, rows: int) -> Repeats | None:
-        """The last of equal rows stands for all of them, on both ends."""
+    def find(self, keys: Tensor, rows: int) -> Repeats | None:
+        """The equal ones of keys less than *rows*, of which the last stands for all, on both ends; None if too many of
+        them are distinct."""
         own, size = keys.numpy(), len(keys)
         places = np.arange(size, dtype=np.int32)
         if rows <= MOST_ROWS:
