@@ -75,7 +75,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def annotations(kind: str, model: nn.Module, given: dict[str, Tensor]) -> dict[str, Any]:
-    """Those of a side."""
+    """The annotations of a side."""
     if kind == "replicas":
         return {"": whale.replicate()}
     placed = whale.place_tables(model, given, Cluster.homogeneous(2, intra=Link(bandwidth=1.25e7, latency=1e-4)))

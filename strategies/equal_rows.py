@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -16,31 +15,15 @@ from torch import fx, nn
 from whale.graph.capture import Captured
 from whale.graph.nodes import node_copy
 from whale.graph.values import Value, is_call, operands, value_shape, value_tensor
+from whale.runtime.equal_rows import RowKeys
 from whale.runtime.local_program import LocalCode
 
-__all__ = ["RowKeys", "keys_of"]
+__all__ = ["keys_of"]
 
 aten = torch.ops.aten
 
 _SAME_ORDER = {aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.clone.default}
 """Operators that keep the order of elements, and so of rows whose columns stay the last dim."""
-
-
-@dataclass(frozen=True)
-class RowKeys:
-    """Whole numbers that tell the rows of a value: rows with equal ones are equal.
-
-    Attributes:
-        code: their function of leaves of a batch, which are on the host.
-        leaves: names of these, with the whole shape of each.
-        shape: of the keys, which is the value's without its last dim.
-        rows: of the table: keys are less.
-    """
-
-    code: LocalCode
-    leaves: tuple[tuple[str, tuple[int, ...]], ...]
-    shape: tuple[int, ...]
-    rows: int
 
 
 def keys_of(captured: Captured, value: Value) -> RowKeys | None:

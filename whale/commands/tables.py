@@ -53,7 +53,8 @@ from whale.planner.network.topology import Topology
 from whale.planner.search import Candidate, StageChoice
 from whale.planner.tables import Table, TableDevice, TableHost, TablePlace, TablePlaces, Way, cheapest_places
 from whale.predict.layer_parts import stage_layers
-from whale.strategies.equal_rows import RowKeys, keys_of
+from whale.runtime.equal_rows import RowKeys
+from whale.strategies.equal_rows import keys_of
 
 __all__ = ["PlacedTables", "place_tables", "placed_choices", "placed_tables"]
 

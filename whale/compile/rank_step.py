@@ -13,6 +13,7 @@ from whale.compile.adasum import count_of_replica
 from whale.compile.compilation import Compilation
 from whale.graph.values import Value, value_name, value_tensor
 from whale.ir.program import Compute, Edge, Program, ReduceSpec
+from whale.runtime.equal_rows import RowKeys
 from whale.runtime.local_program import Intervals, LocalProgram, ShapeAndDtype
 from whale.runtime.outputs import Outputs, Piece
 from whale.runtime.owned import Unit
@@ -20,7 +21,7 @@ from whale.runtime.random import RNGPosition
 from whale.strategies.arrivals import awaited
 from whale.strategies.casts import cast_once
 from whale.strategies.derivatives import with_derivatives
-from whale.strategies.equal_rows import RowKeys, keys_of
+from whale.strategies.equal_rows import keys_of
 from whale.strategies.gathering import gathered
 from whale.strategies.lowering import nothing_of
 from whale.strategies.offloading import offloaded

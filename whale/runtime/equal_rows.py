@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from whale.ir.program import Box
-from whale.runtime.local_program import Intervals
+from whale.runtime.local_program import Intervals, LocalCode
 from whale.runtime.stage import part
 from whale.runtime.uploads import download, upload
 
-__all__ = ["MOST_DISTINCT", "EqualRows", "Repeats"]
+__all__ = ["MOST_DISTINCT", "EqualRows", "Repeats", "RowKeys"]
 
 MOST_DISTINCT = 0.8
 """If more of the rows of a message are distinct, it is sent as it is."""
@@ -28,37 +28,28 @@ MOST_DISTINCT = 0.8
 MOST_ROWS = 2**24
 """Most rows of a table for each of which there is a number of 4 bytes on the host; keys of larger ones are sorted."""
 
-_Leaves = Sequence[tuple[str, tuple[int, ...]]]
 
+@dataclass(frozen=True)
+class RowKeys:
+    """Whole numbers that tell the rows of a value: rows with equal ones are equal.
 
-class Keys(Protocol):
-    """The keys of an edge's rows."""
+    Attributes:
+        code: their function of leaves of a batch, which are on the host.
+        leaves: names of these, with the whole shape of each.
+        shape: of the keys, which is the value's without its last dim.
+        rows: keys are from 0 up to this number, without it.
+    """
 
-    @property
-    def code(self) -> Any:
-        """Their function of leaves."""
-        ...
-
-    @property
-    def leaves(self) -> _Leaves:
-        """These, with the whole shape of each."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the keys."""
-        ...
-
-    @property
-    def rows(self) -> int:
-        """Keys are from 0 up to this number, without it."""
-        ...
+    code: LocalCode
+    leaves: tuple[tuple[str, tuple[int, ...]], ...]
+    shape: tuple[int, ...]
+    rows: int
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """Which rows of a message are equal: the places of those that are *chosen* of equal ones, and for each row the
-    number of one of these."""
+    """Equal rows of a message: the places of those that are *chosen* among them, and for each row the number of one of
+    these."""
 
     chosen: Tensor
     number: Tensor
@@ -77,7 +68,7 @@ class Repeats:
         return distinct.index_select(0, self.number).view(*like)
 
     def summed(self, rows: Tensor) -> Tensor:
-        """Of a gradient the sums of equal rows, in float32 at least."""
+        """The sums of equal rows of a gradient, in float32 at least."""
         own = _as_rows(rows, self)
         wide = own if own.dtype in (torch.float32, torch.float64) else own.float()
         sums = wide.new_zeros((self.count, own.shape[1])).index_add_(0, self.number, wide)
@@ -104,7 +95,7 @@ class EqualRows:
     """
 
     def __init__(
-        self, keys: Mapping[int, Keys], held: Mapping[tuple[int, bool], Sequence[Intervals]], device: torch.device
+        self, keys: Mapping[int, RowKeys], held: Mapping[tuple[int, bool], Sequence[Intervals]], device: torch.device
     ) -> None:
         self._keys, self._held, self._device = keys, held, device
         self._batch: Mapping[str, Any] | None = None
