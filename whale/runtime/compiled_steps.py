@@ -5,7 +5,7 @@ Knows keys of steps, and that compiling is slow; not what a step is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 __all__ = ["CompiledSteps", "StepKey"]
@@ -55,6 +55,9 @@ class CompiledSteps(Generic[Step]):
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self._steps.values())
 
     def get(self, key: StepKey) -> Step | None:
         """The step for a key, which is then the most recently used one."""

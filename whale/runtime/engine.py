@@ -23,6 +23,7 @@ from whale.ir.check import CollectiveCall
 from whale.ir.program import Returns
 from whale.runtime.agreement import checksums_of_all
 from whale.runtime.attributes import Changes
+from whale.runtime.comm_hooks import CommHook
 from whale.runtime.compiled_steps import CompiledSteps, StepKey
 from whale.runtime.executor import Executor
 from whale.runtime.launch import World
@@ -199,6 +200,7 @@ class Engine:
         floats: arguments of type float, with the first value of each.
         numbers: those that were another number later.
         done: what the script has done to gradients since the last step, which all ranks must do.
+        hook: makes the sums of gradients that it fits; None: all are summed by an all-reduce.
         constants: those of them that decide more than values, so that steps are compiled for each.
     """
 
@@ -226,6 +228,7 @@ class Engine:
     numbers: set[str] = field(default_factory=set)
     constants: set[str] = field(default_factory=set)
     done: Counter[str] = field(init=False, default_factory=Counter)
+    hook: CommHook | None = field(init=False, default=None)
     _shapes: list[torch.Size] = field(init=False)
     _num_steps: int = field(default=0, init=False)
 
@@ -312,6 +315,7 @@ class Engine:
         what = f"{_in_words(train, returns, scale)}{f' with {changes}' if changes.key else ''}"
         what += "".join(f" after {text}{f', {n} times' if n > 1 else ''}" for text, n in self.done.items())
         self.done.clear()
+        what += "" if self.hook is None else f" with the communication hook {self.hook.name}"
         if self.local is not None:
             batch, whole = self.local.agree(batch, what, self._look_at_replicas)
         key = signature(whole)
@@ -340,8 +344,10 @@ class Engine:
             return Result(None, self._output(step, to))
         counts = step.count.terms(batch) if step.count is not None and train else ()
         loss = GlobalLoss(self.world, self.loss_group, step.counts_loss, step.loss_dtype, counts)
-        if counts and step.executor.reducer is not None:
-            step.executor.reducer.counts = loss.counts
+        if step.executor.reducer is not None:
+            step.executor.reducer.hook = self.hook
+            if counts:
+                step.executor.reducer.counts = loss.counts
         try:
             self._scaled(step, train, loss, scale, agree)
         except UsageError:  # refused: the next step has the randomness of this one
@@ -431,6 +437,19 @@ class Engine:
                     f"{first} and {name} have one tensor as .grad, and their gradients cannot be summed over ranks "
                     "apart: give each its own"
                 )
+
+    def register_comm_hook(self, hook: CommHook) -> None:
+        """Let a hook make the sums of gradients that it fits.
+
+        Raises:
+            UsageError: there is a hook already, or it fits none of this rank's sums.
+        """
+        if self.hook is not None:
+            raise UsageError(f"the communication hook {self.hook.name} is registered already; a model has one")
+        reducer = next((step.executor.reducer for step in self.steps if step.executor.reducer is not None), None)
+        if self.world.rank in hook.ranks and reducer is not None:
+            hook.check(reducer.buckets, lambda text: self.world.warn_of_rank("a communication hook", text))
+        self.hook = hook
 
     def drain(self) -> bool:
         """Leave owners the gradients of the oldest step whose sums are on their way; whether there was one."""

@@ -19,6 +19,7 @@ from whale.errors import UsageError
 from whale.ir import range_names
 from whale.ir.program import Returns
 from whale.runtime.attributes import Attributes, Sources
+from whale.runtime.comm_hooks import CommHook
 from whale.runtime.elsewhere import Elsewhere
 from whale.runtime.engine import Engine, Result
 from whale.runtime.local_watch import LocalWatch
@@ -225,6 +226,24 @@ class ParallelModule(nn.Module):
             if (tensor := engine.tensors.get(name)) is not None
         }
         return dict(engine.whole(local, trainable, None))
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Let a communication hook of DDP make the sums of gradients, as torch's PowerSGD and casts do in fewer bytes.
+
+        It fits sums of dense gradients over exactly the ranks of its process group, which *state* is or has as
+        ``process_group``; by default all ranks. Other sums are made as without it, which a warning says. Steps differ
+        from the local ones as the hook approximates. All ranks must call it, once, before they train.
+
+        Args:
+            state: of the hook, which a checkpoint must keep where the hook needs it.
+            hook: gets the state and a bucket of gradients, like `torch.distributed.GradBucket`, and returns a future of
+                their mean over the ranks.
+
+        Raises:
+            UsageError: there is a hook already, or it fits no sum of this rank.
+        """
+        if self.world_size > 1:
+            self._whale.engine.register_comm_hook(CommHook.of(hook, state))
 
     def drain(self) -> bool:
         """Leave the gradients of the oldest step whose sums are on their way, with ``parallelize(staleness=...)``.

@@ -24,6 +24,7 @@ from whale.errors import ScheduleError, UsageError
 from whale.ir import range_names
 from whale.runtime.adasum import Combination, Counts, Terms, combined
 from whale.runtime.at_host import on_host
+from whale.runtime.comm_hooks import CommHook, HookedSum
 from whale.runtime.failure import Failures
 from whale.runtime.owned import GradientSlot, HeldUnit, Scattered
 from whale.runtime.ranges import named
@@ -89,7 +90,7 @@ class _Pending:
     total: Tensor | None = None  # the gradients of all parameters, one after the other
     places: dict[Holder, Tensor] = field(default_factory=dict)  # of each gradient in it
     exchanged: Tensor | None = None  # the same in the dtype of the sum, if it is another
-    work: dist.Work | None = None
+    work: dist.Work | HookedSum | None = None
     of_rows: SparseSum | None = None
     own: Tensor | None = None  # sum of this rank's stretch of a unit
     terms: Terms | None = None  # of replicas, to be combined
@@ -116,7 +117,8 @@ class Reducer:
     *failures* knows which rank this is; *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
     Gradients of replicas are combined in `finish`, for which *counts* says what each replica's loss is divided by. They
     are no sum, so what is accumulated is on all ranks, to which all add the same. With a *staleness* a step leaves
-    owners the sums of that many steps before it, and its own are on their way meanwhile.
+    owners the sums of that many steps before it, and its own are on their way meanwhile. A *hook* makes the sums that
+    it fits, in place of an all-reduce.
 
     Raises:
         UsageError: parameters of a bucket differ in dtype or device, or one is in two buckets.
@@ -139,6 +141,7 @@ class Reducer:
         self._update: Update | None = None
         self.sums_each = any(bucket.each for bucket in buckets)
         self.counts: Counts | None = None
+        self.hook: CommHook | None = None
         self._staleness = staleness
         seen: set[Holder] = set()
         for bucket in self.buckets:
@@ -429,12 +432,24 @@ class Reducer:
             self._sum_rows(pending)
             return
         total, group = self._total(pending), pending.bucket.group
+        if self.hook is not None and self.hook.fits(pending.bucket):
+            self._sum_by(self.hook, pending, total)
+            return
         if pending.bucket.dtype is not None:
             while len(self._flying_apart) > 1:  # each holds its gradients twice
                 self._wait(self._flying_apart.popleft())
             self._flying_apart.append(pending)
             total = pending.exchanged = pending.bucket.exchanged(total)
         pending.work = self._transport.all_reduce(total, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+    def _sum_by(self, hook: CommHook, pending: _Pending, total: Tensor) -> None:
+        """Let a hook make the sum. On a processor it ends here: what a hook does when its first exchange has ended runs
+        in a thread, whose order of exchanges would be no other rank's."""
+        bucket = pending.bucket
+        last = [one.index for one in self.buckets if hook.fits(one)][-1] == bucket.index
+        pending.work = hook.start(bucket.index, total, bucket.parameters, last)
+        if not total.is_cuda:
+            self._wait(pending)
 
     def _sum_rows(self, pending: _Pending) -> None:
         bucket, (parameter,) = pending.bucket, pending.bucket.parameters

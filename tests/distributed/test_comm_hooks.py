@@ -1,0 +1,150 @@
+"""Communication hooks of DDP: torch's own make the sums that they fit, as they make DDP's."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import whale
+from tests.distributed.parity import Worlds
+from tests.distributed.parity import worlds as worlds_of_a_module
+from tests.distributed.two_ranks import refusal
+from whale.runtime.launch import World
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    with worlds_of_a_module() as made:
+        yield made
+
+
+class Net(nn.Module):
+    """Matrices that PowerSGD compresses, and vectors that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.body(x).square().mean()
+        return loss
+
+
+def batch(rows: int = 8, seed: int = 0) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)}
+
+
+HOOKS: dict[str, tuple[Any, Any]] = {
+    "all-reduce": (lambda: None, default_hooks.allreduce_hook),
+    "float16": (lambda: None, default_hooks.fp16_compress_hook),
+    "float16 in a group": (lambda: torch.distributed.new_group(), default_hooks.fp16_compress_hook),
+    "PowerSGD": (lambda: PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1.0), powerSGD_hook),
+    "PowerSGD in float16": (
+        lambda: PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1.0),
+        default_hooks.fp16_compress_wrapper(powerSGD_hook),
+    ),
+}
+
+
+def trained(world: World, kind: str, micro_batches: int) -> tuple[list[float], list[float]]:
+    """The losses of Whale's and of DDP's steps with a hook, whose buckets have the same order of parameters."""
+    state, hook = HOOKS[kind]
+    ours, theirs = Net().double(), Net().double()
+    made: Any = whale.parallelize(ours, batch(), device="cpu", micro_batches=micro_batches, timeout_seconds=30)
+    made.register_comm_hook(state(), hook)
+    ddp = DistributedDataParallel(theirs)
+    ddp.register_comm_hook(state(), hook)
+    found: tuple[list[float], list[float]] = ([], [])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (made, ddp)]
+    for number in range(8):
+        given = batch(seed=number)
+        own = given["x"].chunk(world.size)[world.rank]
+        loss = ddp(x=own)
+        loss.backward()
+        whole = torch.tensor(float(loss), dtype=torch.float64)
+        torch.distributed.all_reduce(whole)
+        found[0].append(made.train_step(**given).item())
+        found[1].append(float(whole) / world.size)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_steps_with_a_hook_are_those_of_ddp_with_it(worlds: Worlds, kind: str, micro_batches: int) -> None:
+    for ours, theirs in worlds.run(2, trained, kind, micro_batches):
+        bound = {"all-reduce": 1e-12, "PowerSGD": 1e-9}.get(kind, 2e-3)
+        assert ours == pytest.approx(theirs, rel=bound)
+        assert ours[-1] < 0.9 * ours[0]
+
+
+class Looks(nn.Module):
+    """A table with sparse gradients, which no hook sums, and a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.top = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.top(self.table(ids)).square().mean()
+        return loss
+
+
+def of_parts(world: World) -> tuple[list[str], float]:
+    """Warnings where a hook fits some of the sums, and the largest error of gradients of two steps together."""
+    local, given = Looks().double(), {"ids": torch.arange(8) % 5}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made: Any = whale.parallelize(copy.deepcopy(local), given, device="cpu")
+        made.register_comm_hook(None, default_hooks.allreduce_hook)
+    for _ in range(2):
+        made.train_step(**given)
+        local(**given).backward()
+    gradients = made.full_gradients()
+    error = max(
+        float((gradients[n] - p.grad.to_dense()).abs().max()) for n, p in local.named_parameters() if p.grad is not None
+    )
+    return [str(one.message) for one in said if "communication hook" in str(one.message)], error
+
+
+def test_other_sums_are_made_as_without_a_hook(worlds: Worlds) -> None:
+    found = worlds.run(2, of_parts)
+    assert max(error for _, error in found) < 1e-12
+    for said, _ in found[:1]:  # the first rank says it
+        assert "allreduce_hook makes 1 of 2 sums of gradients" in said[0]
+
+
+def refused(world: World, case: str) -> str:
+    cases: dict[str, dict[str, Any]] = {"zero": {"zero": 1}, "gradient_dtype": {"gradient_dtype": "bf16"}}
+    options = cases.get(case, {})
+    made: Any = whale.parallelize(Net().double(), batch(), device="cpu", **options)
+    if case == "twice":
+        made.register_comm_hook(None, default_hooks.allreduce_hook)
+    return refusal(lambda: made.register_comm_hook(None, default_hooks.allreduce_hook))
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("zero", r"allreduce_hook of ranks \[0, 1\] fits no sum of gradients"),
+        ("gradient_dtype", "in another number type"),
+        ("twice", "allreduce_hook is registered already"),
+    ],
+)
+def test_hooks_that_fit_nothing_are_refused(worlds: Worlds, case: str, says: str) -> None:
+    for message in worlds.run(2, refused, case):
+        assert re.search(says, message), message
