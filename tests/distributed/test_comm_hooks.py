@@ -124,8 +124,7 @@ def of_parts(world: World) -> tuple[list[str], float]:
 def test_other_sums_are_made_as_without_a_hook(worlds: Worlds) -> None:
     found = worlds.run(2, of_parts)
     assert max(error for _, error in found) < 1e-12
-    for said, _ in found[:1]:  # the first rank says it
-        assert "allreduce_hook makes 1 of 2 sums of gradients" in said[0]
+    assert any("allreduce_hook makes 1 of 2 sums of gradients" in text for said, _ in found for text in said)
 
 
 def refused(world: World, case: str) -> str:
