@@ -181,10 +181,10 @@ def layer_seconds_by_rows(
             calibration=calibration,
             runs=optimizer is not None,
         )
-        added, later = (parameters * each if accumulate else 0.0 for each in (added_bytes, later_bytes))
-        of_rows = [sum(one.updated(count) - one.elements for one in variant.sparse) for count in rows]
-        updated = [(parameters + more) / optimizer_shards * moved for more in of_rows]
-        return priced.seconds(recompute, added, later, updated)
+        added = parameters * added_bytes if accumulate else 0.0
+        made = [parameters + sum(one.updated(count) - one.elements for one in variant.sparse) for count in rows]
+        later = [each * later_bytes if accumulate else 0.0 for each in made]
+        return priced.seconds(recompute, added, later, [each / optimizer_shards * moved for each in made])
 
     variant = variant_of(kind, tensor_degree, expert_degree, context_degree)
     gathers_again = recompute == "full" and optimizer is None  # Whale keeps what ranks exchange
@@ -226,9 +226,9 @@ class _Priced:
     runs: bool
 
     def seconds(
-        self, recompute: Recompute, added_bytes: float, later_bytes: float, updated_bytes: Sequence[float]
+        self, recompute: Recompute, added_bytes: float, later_bytes: Sequence[float], updated_bytes: Sequence[float]
     ) -> list[LayerSeconds]:
-        """Seconds for each number of rows; each backward moves *added_bytes*, all but the first *later_bytes*, the
+        """Seconds for each number of rows; each backward moves *added_bytes*, all but the first its *later_bytes*, the
         update its *updated_bytes* once."""
         variant, silicon, constants = self.variant, self._silicon(eager=False), self.calibration
         bandwidth = self.device.memory_bandwidth * silicon.bandwidth
@@ -258,14 +258,20 @@ class _Priced:
                 backward=max(back, backward_host),
                 weights=of_weights,
                 update=updated / bandwidth,
-                accumulation=max(back + later_bytes / bandwidth, backward_host) - max(back, backward_host),
+                accumulation=max(back + later / bandwidth, backward_host) - max(back, backward_host),
                 forward_slack=max(0.0, forward_host - ahead),
                 backward_slack=max(0.0, backward_host - back),
                 forward_attention=beside[0],
                 backward_attention=beside[1],
             )
-            for ahead, back, of_weights, updated, *beside in zip(
-                forward.tolist(), backward.tolist(), weights.tolist(), updated_bytes, *attention, strict=True
+            for ahead, back, of_weights, later, updated, *beside in zip(
+                forward.tolist(),
+                backward.tolist(),
+                weights.tolist(),
+                later_bytes,
+                updated_bytes,
+                *attention,
+                strict=True,
             )
         ]
 

@@ -58,6 +58,7 @@ CASES = {
     "a filled diagonal of columns": (lambda x: (x[:, :4].T * 2).fill_diagonal_(1), {aten.as_strided_scatter.default}),
     "a write to a strided view": (strided, {aten.as_strided_scatter.default}),
     "one position of each row": (lambda x: x[torch.arange(len(x)), torch.arange(4) % 3], {aten.index.Tensor}),
+    "one position by a step": (lambda x: x[torch.arange(0, len(x), 1), torch.arange(4) % 3], {aten.index.Tensor}),
     "joined by another name": (lambda x: torch.concat([x, x], 1), {aten.concat.default}),
 }
 
@@ -128,3 +129,47 @@ def test_numbers_are_written_by_masks_to_each_row(micro_batches: int) -> None:
     torch.testing.assert_close(parallel.train_step(x), expected)
     for name, gradient in parallel.full_gradients().items():
         torch.testing.assert_close(gradient, local.get_parameter(name).grad)
+
+
+class Bags(nn.Module):
+    """Bags of one size, in one of the ways to say where they begin."""
+
+    def __init__(self, bags: Callable[[Tensor], tuple[Tensor, ...]], weighted: bool) -> None:
+        super().__init__()
+        self.bags, self.weighted = bags, weighted
+        self.table = nn.EmbeddingBag(9, 3, mode="sum", sparse=True)
+
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        of_bags = self.bags(weights)[0] if self.weighted else None
+        return self.table(*self.bags(ids), per_sample_weights=of_bags).square().mean()
+
+
+OF_ONE_SIZE: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "one in a bag": lambda ids: (ids[:, :1],),
+    "a column of ones": lambda ids: (ids.unbind(1)[1].unsqueeze(1),),
+    "a begin for each": lambda ids: (ids[:, 1], torch.arange(len(ids))),
+    "a begin and a step": lambda ids: (ids.flatten(), torch.arange(0, ids.numel(), 2)),
+}
+
+
+@pytest.mark.parametrize("begins", [(0, 8, 1), (0, 8, 2)])
+def test_the_last_begin_may_be_the_end_of_the_last_bag(begins: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    local, ids = Bags(lambda ids: (ids.flatten(), torch.arange(*begins)), weighted=False), torch.randint(9, (4, 2))
+    local.table.include_last_offset, local.table.mode = True, "mean"
+    parallel = whale.parallelize(copy.deepcopy(local), (ids, ids), device="cpu")
+    torch.testing.assert_close(parallel.train_step(ids, ids), local(ids, ids))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("case", OF_ONE_SIZE)
+def test_bags_of_one_size_are_looked_up_by_rows_of_the_batch(case: str, weighted: bool) -> None:
+    torch.manual_seed(0)
+    local, ids = Bags(OF_ONE_SIZE[case], weighted).double(), torch.randint(9, (8, 2))
+    batch = {"ids": ids, "weights": torch.rand(8, 2, dtype=torch.float64)}
+    parallel = whale.parallelize(copy.deepcopy(local), batch, micro_batches=4, device="cpu")
+    expected = local(**batch)
+    expected.backward()
+    torch.testing.assert_close(parallel.train_step(**batch), expected)
+    assert local.table.weight.grad is not None
+    torch.testing.assert_close(parallel.full_gradients()["table.weight"], local.table.weight.grad.to_dense())

@@ -98,7 +98,10 @@ def test_the_cost_model_agrees_with_compiled_plans(profile: ModelProfile, kind: 
     layers, rows = len(profile.layers), (128 // data,) * data
     one = StageChoice(first=0, last=layers, ranks=tuple(range(ranks)), data=data, tensor=tensor, rows=rows)
     said = evaluate(profile, cluster, [replace(one, offload="tables")], micro_batches=2).prediction
-    assert said.step_seconds == pytest.approx(real.step_seconds, rel=0.02)
+    beside = (
+        0.02 if host.get("bandwidth") is None else 0.05
+    )  # what of the sums runs beside the backward, on a slow host
+    assert said.step_seconds == pytest.approx(real.step_seconds, rel=beside)
     held = data * OF_TABLES + 4 * sum(ROWS) * (tensor - 1)  # each part of a row has its number
     assert said.hosts[0].state == pytest.approx(held, rel=1e-5)
     assert real.hosts[0].state == pytest.approx(held, rel=1e-5)

@@ -24,6 +24,8 @@ from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.ir.profile import LayerVariant, ModelProfile
 from whale.planner.catalog import device_types
+from whale.planner.cost.layer_cost import LayerCosts
+from whale.planner.cost.precision import precision_named
 from whale.planner.search import SearchSettings
 from whale.planner.tables import Table, TableDevice, TableHost, cheapest_places
 from whale.predict.costs import Costs
@@ -194,6 +196,15 @@ def test_each_table_is_a_layer_and_one_with_sparse_gradients_is_updated_and_held
     assert (first.elements, first.rows, first.touched(64)) == (16e6, 1e6, 64 * 2 * 16)
     assert not found["top"].sparse
     assert not any(one.sparse for one in variants(sparse=False).values())
+
+
+def test_gradients_of_rows_are_added_up_in_the_same_time_in_a_larger_table() -> None:
+    with torch.device("meta"):
+        model = Tables(10_000_000, 100_000, 1000)
+    profile = profile_model(model, torch.zeros(64, 3, 2, dtype=torch.long), tensor_degrees=[1, 2])
+    costs = LayerCosts(profile=profile, precision=precision_named("fp32"))
+    large, small = (costs.seconds(kind, device_types()["T4"], (1, 1, 1), 1024, 4).backward for kind in (0, 1))
+    assert large == small
 
 
 def test_devices_are_predicted_to_do_the_work_of_their_own_tables() -> None:

@@ -222,9 +222,9 @@ def _copy(graph: fx.Graph, node: fx.Node) -> None:
 
 def _arange(graph: fx.Graph, node: fx.Node) -> None:
     """Express a slice with explicit start, end and step, so that it can be sharded."""
-    bounds = {aten.arange.default: (0, *node.args), aten.arange.start: node.args}[node.target]  # type: ignore[index]
+    bounds = (0, *node.args) if node.target is aten.arange.default else node.args
     node.target = aten.arange.start_step
-    node.args = (*bounds, 1)
+    node.args = (*bounds, 1)[:3]
     node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
 
 
@@ -538,8 +538,8 @@ def _embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
         return
     offsets, weights = bound["offsets"], bound["per_sample_weights"]
     padding = -1 if bound.get("padding_idx") is None else bound["padding_idx"]
-    bags = _of_bags(bound["indices"], offsets)
-    of_weights = None if weights is None else _of_bags(weights, offsets)
+    bags = _of_bags(graph, bound["indices"], offsets)
+    of_weights = None if weights is None else _of_bags(graph, weights, offsets)
     is_mean, is_sum = bound["mode"] == _MEAN_OF_BAG, bound["mode"] == _SUM_OF_BAG
     results = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
     if bags is None or (weights is not None and of_weights is None) or not (is_sum or is_mean):
@@ -547,6 +547,8 @@ def _embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
     if any(user.users for user in node.users if user not in results):  # which say where bags begin
         return
     shape = list(bags.meta["val"].shape)
+    if shape[0] != len(node.meta["val"][0]):  # where the last of what says where bags begin ends one
+        return
     options = (padding, False, bound["sparse"])
     with graph.inserting_before(node):
         found = emit(graph, node, aten.embedding.default, bound["weight"], bags, *options)
@@ -572,15 +574,16 @@ def _embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
 _SUM_OF_BAG, _MEAN_OF_BAG = 0, 1
 
 
-def _of_bags(flat: Any, offsets: Any) -> fx.Node | None:
+def _of_bags(graph: fx.Graph, flat: fx.Node, offsets: fx.Node) -> fx.Node | None:
     """The tensor [rows, k] whose rows are the bags of a flat one; None where bags are others."""
-    while isinstance(flat, fx.Node) and flat.target is aten.clone.default:  # of a part of rows
-        flat = flat.args[0]
-    if not isinstance(flat, fx.Node) or flat.target is not aten.reshape.default:
+    begins = offsets.target is aten.arange.start_step and tuple(offsets.args)
+    if begins == (0, len(flat.meta["val"]), 1):
+        with graph.inserting_after(flat):
+            return emit(graph, flat, aten.reshape.default, flat, [len(flat.meta["val"]), 1])
+    if flat.target is not aten.reshape.default:
         return None
     source: Any = flat.args[0]
     shape = tuple(source.meta["val"].shape)
-    begins = offsets.target is aten.arange.start_step and (*offsets.args, 1)[:3]  # a step of 1 is left out
     return source if len(shape) == 2 and begins == (0, shape[0] * shape[1], shape[1]) else None
 
 
@@ -718,6 +721,7 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.copy.default: _copy,
     aten.arange.default: _arange,
     aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
     aten.embedding_bag.default: _embedding_bag,
     aten.embedding_bag.padding_idx: _embedding_bag,
     aten._embedding_bag.default: _embedding_bag,
