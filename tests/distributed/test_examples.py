@@ -250,3 +250,17 @@ def test_adasum_learns_with_more_rows_at_the_rate_of_fewer() -> None:
     assert len(mean) == len(adasum) == 12
     assert adasum[-1] < 0.6 * adasum[0]
     assert adasum[-1] < mean[-1]  # with eight ranks the mean diverges: benchmarks/adasum.py
+
+
+def test_servers_have_the_losses_of_an_all_reduce_and_a_hook_approximates() -> None:
+    assert len((EXAMPLES / "sums.py").read_text().splitlines()) < 60
+    found = re.findall(r"([a-zA-Z -]+): rank \d of 2 steps (\d+) elements, last loss (.*)", run(2, "sums.py"))
+    losses: dict[str, set[str]] = {}
+    for way, _, loss in found:
+        losses.setdefault(way, set()).add(loss)
+    assert {way: len(own) for way, own in losses.items()} == dict.fromkeys(
+        ("all-reduce", "servers", "late servers", "PowerSGD"), 1
+    )
+    assert losses["servers"] == losses["all-reduce"]
+    assert {*losses["late servers"], *losses["PowerSGD"]}.isdisjoint(losses["all-reduce"])
+    assert sum(int(elements) for way, elements, _ in found if way == "servers") == 6792  # each parameter on one rank
