@@ -93,7 +93,8 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
     State that replicas divide is what the prediction has of it, and all gradients where several micro-batches add to
     them; in low precision replicas divide parameters from level 1 on, and at level 3 the copies that operators read.
     Backwards could compute again, or hosts have, what forwards keep of activations. How much of it only a model tells,
-    so all of it is the most.
+    so all of it is the most. So is the state of a device that is in several stages, for each of them; of that replicas
+    divide what they sum.
     """
     memory = plan.prediction.memory if plan.prediction is not None else ()
     if not memory:
@@ -105,6 +106,7 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
             continue
         level, freed = stage.state.level if stage.state is not None else 0, 0.0
         replicas = prod(axis.size for axis in stage.axes or () if axis.divides_batch)
+        several = sum(fullest.rank in other.ranks for other in plan.stages) > 1
         whole = stage.offload in ("both", "tables")  # a stage with tables there has no other word
         hosted = {"state", "activations"} if whole else {stage.offload}
         low = plan.precision in ("bf16", "fp16") and "state" not in hosted
@@ -119,7 +121,8 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
             trained / 2 if low else parameters,
         )
         for other, part in enumerate(parts, 1):
-            freed += part * (1 - 1 / replicas) if other > level else 0.0
+            summed = _summed_part(plan, index, fullest, trained) if several else 1.0
+            freed += summed * part * (1 - 1 / replicas) if other > level else 0.0
             if other > level and freed:
                 found.append(Saving(what=f"zero {other} in stage {index}", bytes=round(freed)))
         rows = (plan.batch or 0) / plan.micro_batches / replicas
@@ -132,9 +135,16 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
         own = fullest.optimizer + fullest.gradients + (fullest.parameters if low or is_divided else 0)
         for word, size in (("state", own), ("activations", kept)):
             if word not in hosted and size and not fullest.device.startswith("cpu"):  # its memory is that of the host
-                is_most = word == "activations"
+                is_most = word == "activations" or several
                 found.append(Saving(what=f"offload '{word}' in stage {index}", bytes=size, is_most=is_most))
     return tuple(sorted(found, key=lambda saving: -saving.bytes))
+
+
+def _summed_part(plan: Plan, index: int, device: DeviceMemory, trained: float) -> float:
+    """The part of a device's trained parameters whose gradients the replicas of a stage sum."""
+    sums = plan.workload.reductions if plan.workload is not None else ()
+    own = sum(one.bytes for one in sums if one.stages == (index,) and device.rank in one.ranks)
+    return min(1.0, own / trained) if trained else 0.0
 
 
 def _kept(plan: Plan, index: int, device: DeviceMemory) -> int:

@@ -146,7 +146,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def error(name: str, annotations: dict[str, Any] | None = None, **options: Any) -> float:
-    """The largest difference of losses and gradients from the local model's, in two steps."""
+    """The largest difference of losses and gradients from the local model's, in two steps; of large ones, relative."""
     return error_of(Model(name).double(), batch(), annotations, timeout_seconds=20, **options)
 
 
@@ -160,7 +160,8 @@ def error_of(local: nn.Module, batch: dict[str, Tensor], annotations: dict[str, 
     for _ in range(2):
         expected = local(**batch)
         expected.backward()
-        worst = largest(worst, abs(parallel.train_step(**batch).item() - expected.item()))
+        difference = abs(parallel.train_step(**batch).item() - expected.item())
+        worst = largest(worst, difference / max(1.0, abs(expected.item())))
     found = parallel.full_gradients()
     for own, parameter in local.named_parameters():
         assert parameter.grad is not None
