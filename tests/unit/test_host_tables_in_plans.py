@@ -44,6 +44,15 @@ class Clicks(nn.Module):
         return nn.functional.mse_loss(found.squeeze(1), clicked)
 
 
+class Crossed(Clicks):
+    """Products of vectors in the forward itself, in no module of their own, as in a DLRM."""
+
+    def forward(self, ids: Tensor, clicked: Tensor) -> Tensor:
+        vectors = torch.cat([table(ids[:, k]) for k, table in enumerate(self.tables)], 1)
+        found = self.dense((vectors[:, :, None] * vectors[:, None, :]).sum(2))
+        return nn.functional.mse_loss(found.squeeze(1), clicked)
+
+
 def batch(rows: int = 256) -> dict[str, Tensor]:
     return {"ids": torch.zeros(rows, 2, 8, dtype=torch.int64), "clicked": torch.zeros(rows)}
 
@@ -58,8 +67,10 @@ def machines(ranks: int, type_: DeviceType, **host: Any) -> Cluster:
     return replace(made, nodes=tuple(replace(node, host_memory=HostMemory(**host)) for node in made.nodes))
 
 
-def compiled(annotations: dict[str, Any], cluster: Cluster, device: str, **options: Any) -> Any:
-    model = Clicks()
+def compiled(
+    annotations: dict[str, Any], cluster: Cluster, device: str, kind: type[Clicks] = Clicks, **options: Any
+) -> Any:
+    model = kind()
     whale.annotate(model, annotations)
     traced = trace(model.to("meta"), batch(), device="cpu", training=True)
     return compile_traced(traced, cluster, Options(**options), device=device)
@@ -98,7 +109,9 @@ def test_the_cost_model_agrees_with_compiled_plans(profile: ModelProfile, kind: 
     layers, rows = len(profile.layers), (128 // data,) * data
     one = StageChoice(first=0, last=layers, ranks=tuple(range(ranks)), data=data, tensor=tensor, rows=rows)
     said = evaluate(profile, cluster, [replace(one, offload="tables")], micro_batches=2).prediction
-    beside = 0.02 if host.get("bandwidth") is None else 0.05  # what of the sums runs beside the backward, on a slow host
+    beside = (
+        0.02 if host.get("bandwidth") is None else 0.05
+    )  # what of the sums runs beside the backward, on a slow host
     assert said.step_seconds == pytest.approx(real.step_seconds, rel=beside)
     held = data * OF_TABLES + 4 * sum(ROWS) * (tensor - 1)  # each part of a row has its number
     assert said.hosts[0].state == pytest.approx(held, rel=1e-5)
@@ -108,6 +121,23 @@ def test_the_cost_model_agrees_with_compiled_plans(profile: ModelProfile, kind: 
     assert said.memory[0].total == pytest.approx(real.memory[0].total, rel=0.1)
     if host:
         assert said.step_seconds > plain.step_seconds
+
+
+def test_what_is_computed_of_vectors_is_computed_on_the_device() -> None:
+    """Even where no module has it, so that it is in the layer of the last table."""
+    cluster = machines(1, V100, bandwidth=1e8)
+    said, real = [], []
+    for kind in (Clicks, Crossed):
+        profile = profile_model(kind().to("meta"), batch(), tensor_degrees=(1,), rules=True)
+        layers = len(profile.layers)
+        one = StageChoice(first=0, last=layers, ranks=(0,), data=1, tensor=1, rows=(256,), offload="tables")
+        said.append(evaluate(profile, cluster, [one], micro_batches=1).prediction.step_seconds)
+        compilation = compiled({"": whale.replicate()}, cluster, "cuda", kind, offload="tables")
+        costs = Costs(profile=profile, cluster=cluster, precision="fp32", device="cuda")
+        predicted = predict(compilation, costs, schedule="1f1b", memory_of=brief_peak_memory).prediction
+        real.append(predicted.step_seconds)
+    for without, crossed in (said, real):
+        assert without < crossed < 1.05 * without
 
 
 def test_a_host_that_cannot_hold_the_tables_is_refused(profile: ModelProfile) -> None:
