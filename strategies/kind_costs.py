@@ -469,7 +469,7 @@ class _Regions:
         self.cores, self.experts, self.again, self.look_ups = cores, experts, again, look_ups
 
     def looking_up(self, kernels: Sequence[KernelRun]) -> list[Literal["no", "first", "last"]]:
-        """Which of the kernels look up."""
+        """For each kernel, whether it looks up."""
         found: list[Literal["no", "first", "last"]] = ["no"] * len(kernels)
         for nodes in self.look_ups:
             its = [number for number, kernel in enumerate(kernels) if kernel.source in nodes]

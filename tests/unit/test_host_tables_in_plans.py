@@ -151,8 +151,8 @@ def test_a_host_that_cannot_hold_the_tables_is_refused(profile: ModelProfile) ->
 SMALL = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=OF_TABLES // 2, memory_bandwidth=1e9)
 
 
-def planned(profile: ModelProfile, model: nn.Module, **options: Any) -> Any:
-    cluster = machines(2, SMALL, size_bytes=2**34)
+def planned(profile: ModelProfile, model: nn.Module, host: int = 2**34, **options: Any) -> Any:
+    cluster = machines(2, SMALL, size_bytes=host)
     costs = Costs(profile=profile, cluster=cluster, precision="fp32", optimizer="sgd")
     return make_plan(model.to("meta"), batch(), costs, Options(), rows=256, name="clicks", **options)
 
@@ -167,6 +167,13 @@ def test_plans_put_tables_on_hosts_where_devices_lack_memory(profile: ModelProfi
     assert found.predicted.prediction.fits
     found.plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").stages[0].offload == "tables"
+
+
+def test_copies_of_tables_that_a_host_cannot_hold_are_refused_with_what_would_do(profile: ModelProfile) -> None:
+    model = Clicks()
+    whale.annotate(model, {"": whale.replicate()})
+    with pytest.raises(InfeasibleError, match=r"copy each \(whale\.split, whale\.place_tables.*host_memory in the"):
+        planned(profile, model, host=OF_TABLES, least_offload=True)
 
 
 def test_a_searched_plan_has_tables_on_hosts_where_nothing_fits_without(profile: ModelProfile) -> None:
