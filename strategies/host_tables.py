@@ -8,7 +8,8 @@ not its rows. The gradient of a table is made on the host, where it stays. It kn
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -23,7 +24,7 @@ from whale.runtime.local_program import LocalCode, Source
 from whale.strategies.local_graph import LEVELS, Emitter
 from whale.strategies.traced_call import writes
 
-__all__ = ["computed_at_host", "tables_of"]
+__all__ = ["computed_at_host", "looked_up", "tables_of"]
 
 aten = torch.ops.aten
 
@@ -36,6 +37,11 @@ def tables_of(captured: Captured, stored: Collection[Value]) -> frozenset[str]:
     """The names of the parameters among stored values whose gradients are sparse."""
     names = captured.parameters
     return frozenset(names[v[0].name] for v in stored if v[0].name in names and has_sparse_gradient(v))
+
+
+def looked_up(node: fx.Node) -> list[fx.Node]:
+    """A look-up of a captured graph, and what makes a smaller tensor of its rows: what computes at the host."""
+    return _chain(node, (), lambda one: one)
 
 
 def computed_at_host(emitters: Sequence[Emitter], tables: Collection[str]) -> None:
@@ -70,6 +76,10 @@ def _bag(node: fx.Node, outputs: Collection[fx.Node]) -> list[fx.Node]:
     for user in list(node.users):
         if user.target is operator.getitem and not user.users and user not in outputs:
             node.graph.erase_node(user)
+    return _chain(node, outputs, lambda one: one.meta.get("source"))
+
+
+def _chain(node: fx.Node, outputs: Collection[fx.Node], source_of: Callable[[fx.Node], Any]) -> list[fx.Node]:
     chain = [node]
     summed = 1
     while len(chain[-1].users) == 1 and chain[-1] not in outputs:
@@ -78,7 +88,7 @@ def _bag(node: fx.Node, outputs: Collection[fx.Node]) -> list[fx.Node]:
             chain.append(user)
             summed = len(chain)
             continue
-        if user.target not in _IN_BAGS or user.args[0] is not chain[-1] or not _is_of_rows(user):
+        if user.target not in _IN_BAGS or user.args[0] is not chain[-1] or not _is_of_rows(user, source_of(user)):
             break
         chain.append(user)
         if user.target in _SUMS or (summed > 1 and user.target is not aten.mul.Tensor):
@@ -86,9 +96,8 @@ def _bag(node: fx.Node, outputs: Collection[fx.Node]) -> list[fx.Node]:
     return chain[:summed]
 
 
-def _is_of_rows(node: fx.Node) -> bool:
-    """Whether an operator does the same to all elements of a looked-up row."""
-    source = node.meta.get("source")
+def _is_of_rows(node: fx.Node, source: Any) -> bool:
+    """Whether an operator, of *source* in the captured graph, does the same to all elements of a looked-up row."""
     if source is None:
         return False
     if node.target in _SUMS:

@@ -36,6 +36,7 @@ from whale.strategies.amounts import as_number, most_of, most_of_both, sum_of, w
 from whale.strategies.casts import cast_to
 from whale.strategies.dry_run import TaskCalls, dry_run
 from whale.strategies.fused import Traffic
+from whale.strategies.host_tables import looked_up
 from whale.strategies.kernels import Again, Kept, KernelRun, Trace, trace, trace_again
 from whale.strategies.layers import NO_EXPERTS, NOTHING_SPLIT, ExpertSplit, LayeredModel, default_dtype
 from whale.strategies.lowering import PlacedStage
@@ -219,6 +220,7 @@ class KindCosts:
             attention_cores(first.captured.graph),
             expert_operators(stage.nodes),
             {rule: one.sources for rule, one in again[0].runs[0].items()} if again else {},
+            [looked_up(reader) for value in self._tables(stage) for reader in value[0].users],
         )
         shapes, of_experts, frozen = _parameters(first, stage, in_parts=bool(experts))
         sizes = tuple(map(prod, shapes))
@@ -260,13 +262,16 @@ class KindCosts:
         """The parameters with sparse gradients, with the elements that look-ups read. A device of a group looks all
         indices up in its part; those of other parts of the rows are counted too."""
         found, first = [], next(iter(self.models.values()))
-        for value, placements in stage.stored.items():
-            if value[0].name in first.captured.parameters and has_sparse_gradient(value):
-                shape = stage.layout.local_shape(value, placements, (0, *stage.mesh.coordinates(0)))
-                lookups = sum(prod(value_shape(operands(reader)[1])) for reader in value[0].users)
-                touched = Affine(0, lookups * prod(shape[1:]) / sum(first.rows))
-                found.append(SparseParameter(elements=prod(shape), rows=shape[0], touched=touched))
+        for value in self._tables(stage):
+            shape = stage.layout.local_shape(value, stage.stored[value], (0, *stage.mesh.coordinates(0)))
+            lookups = sum(prod(value_shape(operands(reader)[1])) for reader in value[0].users)
+            touched = Affine(0, lookups * prod(shape[1:]) / sum(first.rows))
+            found.append(SparseParameter(elements=prod(shape), rows=shape[0], touched=touched))
         return tuple(found)
+
+    def _tables(self, stage: PlacedStage) -> list[Value]:
+        names = next(iter(self.models.values())).captured.parameters
+        return [value for value in stage.stored if value[0].name in names and has_sparse_gradient(value)]
 
     def _rows_alike(self, runs: Sequence[Sequence[Any]], what: str) -> list[tuple[Any, ...]]:
         if len({len(run) for run in runs}) > 1:
@@ -297,6 +302,8 @@ class KindCosts:
     def _kernels(
         self, runs: Sequence[Sequence[KernelRun]], regions: _Regions, *, forward: bool = True
     ) -> tuple[Kernel, ...]:
+        alike = self._rows_alike(runs, "kernels")
+        looking_up = regions.looking_up([same[0] for same in alike])
         return tuple(
             Kernel(
                 name=same[0].name,
@@ -310,8 +317,9 @@ class KindCosts:
                 causal=same[0].causal,
                 attention=same[0].source in regions.cores,
                 again=regions.runs_again(same[0]) if forward else "never",
+                looks_up=looks_up,
             )
-            for same in self._rows_alike(runs, "kernels")
+            for same, looks_up in zip(alike, looking_up, strict=True)
         )
 
     def _communications(
@@ -449,15 +457,25 @@ def _changes(is_other: Callable[[int, int], bool], low: int, high: int) -> Itera
 
 class _Regions:
     """The kernels of an attention's core, those of experts, and under each rule those that run again: their operators,
-    each with whether these are products."""
+    each with whether these are products; and the operators of each look-up in a table with sparse gradients."""
 
     def __init__(
         self,
         cores: frozenset[fx.Node],
         experts: frozenset[fx.Node],
         again: Mapping[Recompute, frozenset[tuple[fx.Node, bool]]],
+        look_ups: Sequence[Collection[fx.Node]],
     ) -> None:
-        self.cores, self.experts, self.again = cores, experts, again
+        self.cores, self.experts, self.again, self.look_ups = cores, experts, again, look_ups
+
+    def looking_up(self, kernels: Sequence[KernelRun]) -> list[Literal["no", "first", "last"]]:
+        """For each kernel, whether it looks up."""
+        found: list[Literal["no", "first", "last"]] = ["no"] * len(kernels)
+        for nodes in self.look_ups:
+            its = [number for number, kernel in enumerate(kernels) if kernel.source in nodes]
+            for number in its:
+                found[number] = "last" if number == its[-1] else "first"
+        return found
 
     def runs_again(self, kernel: KernelRun) -> Literal["never", "always", "selective", "full"]:
         """The mildest rule under which a kernel of the forward runs again."""

@@ -7,16 +7,16 @@ prediction of a compiled plan for any fraction of a layer. It knows neither grou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
-from whale.ir.profile import Affine, LayerKind, ModelProfile
+from whale.ir.profile import Affine, Kernel, LayerKind, LayerVariant, ModelProfile
 from whale.ir.strategy import Offload, Recompute
 from whale.planner.cost.layers import LayerSeconds, forward_flops, layer_seconds_by_rows, variant_of
 from whale.planner.cost.memory import (
@@ -49,6 +49,12 @@ Degrees = tuple[int, int, int]
 """The tensor, the expert and the context degree of a device's part of a layer."""
 
 
+Side = Literal["all", "look-ups", "others"]
+"""Kernels of a layer."""
+
+Price = Callable[["LayerCosts", DeviceType], LayerSeconds]
+
+
 class LayerMemo:
     """Seconds and bytes of layers that were worked out already, for one profile, precision, stack and optimizer."""
 
@@ -68,6 +74,7 @@ class LayerCosts:
         optimizer: of Whale's stack; others have a fused Adam.
         summed_bytes: per element of a gradient in a sum over ranks of Whale's stack; None: as the gradient has them.
         step_in_backward: whether parameters are updated, and gradients freed, when these are summed.
+        side: of layers that are priced: all, what looks up in tables with sparse gradients, or all but that.
         memo: what is known already.
     """
 
@@ -77,6 +84,7 @@ class LayerCosts:
     optimizer: Optimizer = "adamw"
     summed_bytes: int | None = None
     step_in_backward: bool = False
+    side: Side = "all"
     memo: LayerMemo = field(default_factory=LayerMemo)
 
     @property
@@ -99,12 +107,12 @@ class LayerCosts:
             micro_batches: of the step.
             shards: devices that share the optimizer's states.
         """
-        key = (kind, type_, degrees, shards, self.stack.recompute)
+        key = (kind, type_, degrees, shards, self.stack.recompute, self.side)
         known = self.memo.seconds
         if (*key, rows) not in known:
             wanted = _usual_rows(rows)
             priced = layer_seconds_by_rows(
-                self.profile.kinds[kind],
+                _side_of(self.profile.kinds[kind], self.side),
                 type_,
                 wanted,
                 tensor_degree=degrees[0],
@@ -135,7 +143,7 @@ class LayerCosts:
         one has *part* times an equal share; where the profile does not know it, they are taken as a fraction."""
         if not rows:
             return LayerSeconds(forward=0.0, backward=0.0, weights=0.0, update=0.0)
-        given = self.profile.kinds[kind]
+        given = _side_of(self.profile.kinds[kind], self.side)
         if context > 1:
             known = [one.tensor_degree for one in given.context_variants if one.context_degree == context]
             if (degree := next((one for one in known if abs(one * fraction - 1) < 1e-9), None)) is not None:
@@ -159,6 +167,20 @@ class LayerCosts:
             above = degrees[-2]
         share = (fraction - 1 / below) / (1 / above - 1 / below)
         return _blend(at(above), at(below), share, 1 - share)
+
+    def beside_tables(self, kind: int, type_: DeviceType, host: DeviceType, price: Price) -> tuple[LayerSeconds, bool]:
+        """Seconds of a layer whose tables with sparse gradients are on a host, as *price* finds those on a device; and
+        whether it does more than to look up."""
+        computes = host != type_ and any(one.looks_up == "no" for one in _kernels(self.profile.kinds[kind]))
+        if not computes:
+            return price(self, host), False
+        return _sum_of(price(self._of_side("look-ups"), host), price(self._of_side("others"), type_)), True
+
+    def _of_side(self, side: Side) -> Self:
+        """The prices of a side of layers, which share all that is known."""
+        found = copy(self)
+        found.__dict__["side"] = side
+        return found
 
     def adding(self, micro_batches: int) -> int:
         """The number of micro-batches for which those of tables are priced: a power of two, and at most
@@ -385,11 +407,12 @@ class LayerCosts:
 
     def vector_bytes(self, index: int, fraction: float, rows: float) -> float:
         """Bytes of what a *fraction* of a kind of layer looks up in tables with sparse gradients for *rows* rows, bags
-        summed: what its last kernel writes."""
+        summed."""
         kind = self.profile.kinds[index]
         variant = min(kind.variants, key=lambda one: abs(one.tensor_degree * fraction - 1), default=None)
-        last = variant.forward[-1:] if variant is not None else ()
-        return (last[0].written if last else kind.output).total(rows, self.precision.element_bytes)
+        kernels = variant.forward if variant is not None else ()
+        last = [one.written for one in kernels if one.looks_up == "last"] or [one.written for one in kernels[-1:]]
+        return sum(one.total(rows, self.precision.element_bytes) for one in last or [kind.output])
 
     def touched(self, layers: Iterable[int], degree: int, rows: float) -> float:
         """Elements of the rows of tables with sparse gradients that a replica looks up for *rows* rows."""
@@ -445,6 +468,37 @@ class LayerCosts:
         if self.runs:
             return self.precision.element_bytes if self.summed_bytes is None else self.summed_bytes
         return 2 if self.precision.name == "fp16" else gradient_bytes(self.precision, self.stack.zero)
+
+
+def _kernels(kind: LayerKind) -> Iterator[Kernel]:
+    """The kernels of a layer on one device."""
+    return chain.from_iterable((*one.forward, *one.backward) for one in kind.variants[:1])
+
+
+def _side_of(kind: LayerKind, side: Side) -> LayerKind:
+    """The layer with some of its kernels alone, those of look-ups or the others, as the model prices it."""
+    if side == "all":
+        return kind
+    return kind.model_copy(update={"variants": tuple(_side(one, side) for one in kind.variants), "measured": ()})
+
+
+def _side(variant: LayerVariant, side: Side) -> LayerVariant:
+    looks_up = side == "look-ups"
+    tables = sum(one.elements for one in variant.sparse)
+    chosen: dict[str, Any] = {
+        name: tuple(one for one in getattr(variant, name) if (one.looks_up != "no") == looks_up)
+        for name in ("forward", "backward")
+    }
+    if looks_up:
+        nothing = dict.fromkeys(("forward_communications", "backward_communications"), ())
+        return variant.model_copy(update=chosen | nothing | {"parameters": tables, "expert_parameters": 0.0})
+    return variant.model_copy(update=chosen | {"parameters": variant.parameters - tables, "sparse": ()})
+
+
+def _sum_of(there: LayerSeconds, here: LayerSeconds) -> LayerSeconds:
+    """The seconds of two parts of a layer, one after the other, of which *here* has the collectives."""
+    added = ("forward", "backward", "weights", "update", "accumulation", "forward_slack", "backward_slack")
+    return replace(here, **{name: getattr(there, name) + getattr(here, name) for name in added})
 
 
 def _meets(kind: LayerKind) -> bool:

@@ -20,7 +20,7 @@ from whale.ir.strategy import Reduce
 from whale.planner.cost.buckets import bucket_bytes, largest_packed, num_buckets_of
 from whale.planner.cost.groups import DeviceGroups, TensorGroup
 from whale.planner.cost.hosts import link_to_host, look_up_type, stepping_on_host, with_copies
-from whale.planner.cost.layer_cost import with_part
+from whale.planner.cost.layer_cost import LayerCosts, with_part
 from whale.planner.cost.layers import Collective, LayerSeconds, variant_of
 from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes, wasted_share
 from whale.planner.cost.optimizers import Optimizer, costs_of
@@ -243,7 +243,13 @@ class CostModel(DeviceGroups):
     ) -> StageCost:
         """Cost of tables on the hosts of a group, whose vectors come over the link and whose gradients go."""
         hosts = {look_up_type(self.cluster, rank) for rank in group.ranks}
-        spent = self.seconds(kind, min(hosts, key=lambda host: host.memory_bandwidth), degrees, rows, micro_batches)
+        slowest = min(hosts, key=lambda host: host.memory_bandwidth)
+
+        def price(costs: LayerCosts, type_: DeviceType) -> LayerSeconds:
+            return costs.seconds(kind, type_, degrees, rows, micro_batches)
+
+        each = [self.beside_tables(kind, type_, slowest, price) for type_ in group.types]
+        spent, computes = max(each, key=lambda one: one[0].forward + one[0].backward)
         vectors = self.vector_bytes(kind, 1 / group.tensor, rows)
         copied = 0.0 if hosts <= set(group.types) else vectors / min(link_to_host(self.cluster, r) for r in group.ranks)
         forward, backward = (
@@ -255,7 +261,7 @@ class CostModel(DeviceGroups):
             weights=spent.weights,
             communication=forward + backward,
             kept=max(self.kept(kind, type_, degrees, rows) for type_ in group.types),
-            working=vectors,
+            working=max(self.working(kind, type_, degrees, rows) for type_ in group.types) if computes else vectors,
             update=spent.update,
             measured=False,
             launched=0.0,

@@ -53,6 +53,18 @@ def test_what_does_not_fit_is_said_and_is_no_error(cluster: str) -> None:
     assert "DOES NOT FIT" in result.stdout
 
 
+def test_a_model_with_a_batch_of_its_own_is_estimated_for_any_batch(cluster: str, tmp_path: Path) -> None:
+    """The batch of the callable is only an example, so no parameter of its size is asked for."""
+    file = tmp_path / "own_batch.py"
+    file.write_text(
+        "import torch\nclass Model(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        return super().forward(x).square().mean()\n"
+        "def build():\n    return Model(3, 1), torch.randn(6, 3)\n"
+    )
+    result = run("--model", f"{file}:build", "--cluster", cluster, "--batch", "64", "--micro-batch", "8", "--dp", "8")
+    assert result.exit_code == 0, result.stderr
+
+
 def test_other_ways_to_make_one_gradient_have_their_prices(tmp_path: Path) -> None:
     file = tmp_path / "slow.toml"
     lines = ["[links]", 'inter_node = {bandwidth = "10 Gbit/s", latency = "10 us"}', "[[nodes]]", "count = 4"]

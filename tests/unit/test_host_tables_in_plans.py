@@ -44,6 +44,15 @@ class Clicks(nn.Module):
         return nn.functional.mse_loss(found.squeeze(1), clicked)
 
 
+class Crossed(Clicks):
+    """Products of vectors in the forward itself, in no module of their own, as in a DLRM."""
+
+    def forward(self, ids: Tensor, clicked: Tensor) -> Tensor:
+        vectors = torch.cat([table(ids[:, k]) for k, table in enumerate(self.tables)], 1)
+        found = self.dense((vectors[:, :, None] * vectors[:, None, :]).sum(2))
+        return nn.functional.mse_loss(found.squeeze(1), clicked)
+
+
 def batch(rows: int = 256) -> dict[str, Tensor]:
     return {"ids": torch.zeros(rows, 2, 8, dtype=torch.int64), "clicked": torch.zeros(rows)}
 
@@ -58,8 +67,10 @@ def machines(ranks: int, type_: DeviceType, **host: Any) -> Cluster:
     return replace(made, nodes=tuple(replace(node, host_memory=HostMemory(**host)) for node in made.nodes))
 
 
-def compiled(annotations: dict[str, Any], cluster: Cluster, device: str, **options: Any) -> Any:
-    model = Clicks()
+def compiled(
+    annotations: dict[str, Any], cluster: Cluster, device: str, kind: type[Clicks] = Clicks, **options: Any
+) -> Any:
+    model = kind()
     whale.annotate(model, annotations)
     traced = trace(model.to("meta"), batch(), device="cpu", training=True)
     return compile_traced(traced, cluster, Options(**options), device=device)
@@ -112,6 +123,23 @@ def test_the_cost_model_agrees_with_compiled_plans(profile: ModelProfile, kind: 
         assert said.step_seconds > plain.step_seconds
 
 
+def test_what_is_computed_of_vectors_is_computed_on_the_device() -> None:
+    """Even where no module has it, so that it is in the layer of the last table."""
+    cluster = machines(1, V100, bandwidth=1e8)
+    said, real = [], []
+    for kind in (Clicks, Crossed):
+        profile = profile_model(kind().to("meta"), batch(), tensor_degrees=(1,), rules=True)
+        layers = len(profile.layers)
+        one = StageChoice(first=0, last=layers, ranks=(0,), data=1, tensor=1, rows=(256,), offload="tables")
+        said.append(evaluate(profile, cluster, [one], micro_batches=1).prediction.step_seconds)
+        compilation = compiled({"": whale.replicate()}, cluster, "cuda", kind, offload="tables")
+        costs = Costs(profile=profile, cluster=cluster, precision="fp32", device="cuda")
+        predicted = predict(compilation, costs, schedule="1f1b", memory_of=brief_peak_memory).prediction
+        real.append(predicted.step_seconds)
+    for without, crossed in (said, real):
+        assert without < crossed < 1.05 * without
+
+
 def test_a_host_that_cannot_hold_the_tables_is_refused(profile: ModelProfile) -> None:
     cluster = machines(1, V100, size_bytes=int(3e9 + OF_TABLES / 2))
     one = StageChoice(first=0, last=len(profile.layers), ranks=(0,), data=1, tensor=1, rows=(256,), offload="tables")
@@ -123,8 +151,8 @@ def test_a_host_that_cannot_hold_the_tables_is_refused(profile: ModelProfile) ->
 SMALL = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=OF_TABLES // 2, memory_bandwidth=1e9)
 
 
-def planned(profile: ModelProfile, model: nn.Module, **options: Any) -> Any:
-    cluster = machines(2, SMALL, size_bytes=2**34)
+def planned(profile: ModelProfile, model: nn.Module, host: int = 2**34, **options: Any) -> Any:
+    cluster = machines(2, SMALL, size_bytes=host)
     costs = Costs(profile=profile, cluster=cluster, precision="fp32", optimizer="sgd")
     return make_plan(model.to("meta"), batch(), costs, Options(), rows=256, name="clicks", **options)
 
@@ -139,6 +167,13 @@ def test_plans_put_tables_on_hosts_where_devices_lack_memory(profile: ModelProfi
     assert found.predicted.prediction.fits
     found.plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").stages[0].offload == "tables"
+
+
+def test_copies_of_tables_that_a_host_cannot_hold_are_refused_with_what_would_do(profile: ModelProfile) -> None:
+    model = Clicks()
+    whale.annotate(model, {"": whale.replicate()})
+    with pytest.raises(InfeasibleError, match=r"copy each \(whale\.split, whale\.place_tables.*host_memory in the"):
+        planned(profile, model, host=OF_TABLES, least_offload=True)
 
 
 def test_a_searched_plan_has_tables_on_hosts_where_nothing_fits_without(profile: ModelProfile) -> None:

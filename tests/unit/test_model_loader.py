@@ -99,7 +99,7 @@ def test_model_on_the_meta_device_allocates_nothing(file: Path) -> None:
         ("biuld", {}, None, ["no callable 'biuld'", "did you mean 'build'"]),
         ("build", {}, None, ["needs width", "--set width="]),
         ("build", {"width": 1, "dept": 1}, None, ["--set dept", "did you mean 'depth'"]),
-        ("fixed", {}, 3, ["--batch 3", "no parameter 'batch_size'"]),
+        ("fixed", {}, 3, ["--batch 3", "no parameter 'batch_size'", "def fixed(batch_size=3)"]),
         ("wrong", {}, None, ["returned Linear", "(model, example_batch)"]),
         ("broken", {}, None, ["ZeroDivisionError", "loaded_model.py:15"]),
     ],

@@ -222,7 +222,7 @@ def _profile(
         if settings:
             raise UsageError("--set is for --model: a profile is of a model whose settings are fixed")
         return known, ()
-    loaded = load_model(spec or "", parse_settings(settings), batch_size=4, device="meta")
+    loaded = load_model(spec or "", parse_settings(settings), batch_size=4, any_batch=True, device="meta")
     from whale.strategies.profile import profile_model
 
     note(f"capturing {loaded.name}")

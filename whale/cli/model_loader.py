@@ -66,7 +66,12 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def load_model(
-    spec: str, settings: dict[str, Any], *, batch_size: int | None = None, device: str = "cpu"
+    spec: str,
+    settings: dict[str, Any],
+    *,
+    batch_size: int | None = None,
+    any_batch: bool = False,
+    device: str = "cpu",
 ) -> LoadedModel:
     """Build the model that ``spec`` names.
 
@@ -74,7 +79,8 @@ def load_model(
         spec: ``file.py:callable``, whose callable returns ``(model, example_batch)``, or ``hf:<model_type>``.
         settings: keyword arguments of the callable, or values for the configuration of the Hugging Face model
             (which also takes ``sequence_length`` and ``seed`` for its batch).
-        batch_size: samples of the global batch. A callable receives it as ``batch_size`` where it has such a parameter.
+        batch_size: samples of the global batch, which a callable receives as ``batch_size``.
+        any_batch: whether another batch would do, that of a callable without such a parameter.
         device: where parameters are made; ``meta`` allocates nothing.
 
     Raises:
@@ -86,21 +92,21 @@ def load_model(
     path_text, colon, name = spec.rpartition(":")
     if not colon or not path_text.endswith(".py") or not name.isidentifier():
         raise UsageError(f"--model {spec!r}: write {_FORMS}")
-    return _load_from_file(spec, Path(path_text), name, settings, batch_size=batch_size, device=device)
+    return _load_from_file(spec, Path(path_text), name, settings, batch_size, any_batch=any_batch, device=device)
 
 
 # --- a user's file ----------------------------------------------------------------------------------------------------
 
 
 def _load_from_file(
-    spec: str, path: Path, name: str, settings: dict[str, Any], *, batch_size: int | None, device: str
+    spec: str, path: Path, name: str, settings: dict[str, Any], batch_size: int | None, *, any_batch: bool, device: str
 ) -> LoadedModel:
     module = _import_file(path)
     build = getattr(module, name, None)
     if not callable(build):
         names = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise UsageError(f"--model {spec}: {path} has no callable {name!r}{_suggestion(name, names)}")
-    arguments = _arguments(spec, build, settings, batch_size)
+    arguments = _arguments(spec, build, settings, batch_size, any_batch=any_batch)
     with _seeded(), _device(device):
         try:
             result = build(**arguments)
@@ -168,7 +174,7 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _arguments(
-    spec: str, build: Callable[..., Any], settings: dict[str, Any], batch_size: int | None
+    spec: str, build: Callable[..., Any], settings: dict[str, Any], batch_size: int | None, *, any_batch: bool
 ) -> dict[str, Any]:
     parameters = inspect.signature(build).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -179,9 +185,13 @@ def _arguments(
                 f"{_suggestion(key, list(parameters))}"
             )
     arguments = dict(settings)
-    if batch_size is not None and "batch_size" not in arguments:
-        if "batch_size" not in parameters and not takes_any:
-            raise UsageError(f"--batch {batch_size}: the callable of --model {spec} has no parameter 'batch_size'")
+    is_taken = "batch_size" in parameters or takes_any
+    if batch_size is not None and "batch_size" not in arguments and (is_taken or not any_batch):
+        if not is_taken:
+            raise UsageError(
+                f"--batch {batch_size}: the callable of --model {spec} has no parameter 'batch_size'; let it "
+                f"make a batch of as many rows: def {build.__name__}(batch_size={batch_size})"
+            )
         arguments["batch_size"] = batch_size
     empty = inspect.Parameter.empty
     missing = [

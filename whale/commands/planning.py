@@ -389,7 +389,7 @@ def _balanced(
     )
     if keep_even:
         best, found, reasons = start, even, ("even shares are predicted to be no slower",)
-    _check_fits(found)
+    _check_fits(found, tables=any(stage.offload == "tables" for stage in best.stages))
     return Planned(
         plan=best.with_prediction(found.prediction, found.workload),
         predicted=found,
@@ -415,14 +415,16 @@ def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
     )
 
 
-def _check_fits(found: Predicted) -> None:
-    """Refuse a plan that does not fit, with what takes the memory, and the changes that reduce it the most."""
+def _check_fits(found: Predicted, *, tables: bool) -> None:
+    """Refuse a plan that does not fit, with what takes the memory, and the changes that reduce it the most; *tables*:
+    where hosts have these."""
     lacking = [device for device in found.prediction.memory if device.total > device.capacity]
     if not lacking:
         if short := shortage_of(found.prediction):
-            raise InfeasibleError(
-                advised(f"the plan {short}", (), otherwise="use hosts with more memory, or more of them")
-            )
+            parts = "give ranks parts of the tables, of which replicas have a copy each (whale.split, "
+            parts = f"{parts}whale.place_tables, whale search), " if tables else ""
+            cure = f"{parts}use hosts with more memory (host_memory in the cluster file), or more of them"
+            raise InfeasibleError(advised(f"the plan {short}", (), otherwise=cure))
         return
     worst = max(lacking, key=lambda device: device.total - device.capacity)
     others = f" ({len(lacking)} of {len(found.prediction.memory)} devices lack memory)" if len(lacking) > 1 else ""

@@ -90,6 +90,8 @@ class Kernel(Record):
         attention: whether it belongs to the core of an unfused attention (scores to context), which selective
             recomputation repeats and a fused kernel would replace.
         again: the mildest rule under which Whale's backward runs it again; ``always`` in a checkpoint of torch.
+        looks_up: whether it looks vectors up in a table with sparse gradients, or sums them, which is done where the
+            table is; the ``last`` of these writes what the device needs of it.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Kernel(Record):
     causal: bool = False
     attention: bool = False
     again: Literal["never", "always", "selective", "full"] = "never"
+    looks_up: Literal["no", "first", "last"] = "no"
 
 
 class Communication(Record):

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from whale.ir.cluster import Cluster
+from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import ModelProfile
 from whale.planner.cost.hosts import link_to_host, look_up_type
 from whale.planner.cost.layer_cost import LayerCosts
@@ -77,13 +77,15 @@ class Costs:
 
     def _at_host(self, kind: int, rank: int, part: Part) -> LayerSeconds:
         """The same of tables on a rank's host, with the copies of vectors and of their gradients."""
-        host = look_up_type(self.cluster, rank)
-        link = inf if host == self.cluster.devices[rank].type else link_to_host(self.cluster, rank)
-        key = (kind, host.name, link, part)
+        host, type_ = look_up_type(self.cluster, rank), self.cluster.devices[rank].type
+        link = inf if host == type_ else link_to_host(self.cluster, rank)
+        key = (kind, host.name, type_.name, link, part)
         if key not in self._layers:
-            spent = self._of_layers.seconds_of_part(
-                kind, host, part.fraction, part.expert, part.rows, self.micro_batches
-            )
+
+            def price(costs: LayerCosts, on: DeviceType) -> LayerSeconds:
+                return costs.seconds_of_part(kind, on, part.fraction, part.expert, part.rows, self.micro_batches)
+
+            spent, _ = self._of_layers.beside_tables(kind, type_, host, price)
             copied = self._of_layers.vector_bytes(kind, part.fraction, part.rows) / link
             self._layers[key] = replace(spent, forward=spent.forward + copied, backward=spent.backward + copied)
         return self._layers[key]
