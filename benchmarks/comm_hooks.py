@@ -4,7 +4,9 @@
 
 Sides take turns in the same processes: Whale's all-reduce, torch's cast to float16 and PowerSGD (rank 2) as hooks of
 Whale, and the same PowerSGD in DDP. A step is the forward, the backward, the sums and SGD's update; its seconds are the
-slowest rank's. Losses of PowerSGD in Whale and in DDP are compared in every step.
+slowest rank's. Losses of PowerSGD in Whale and in DDP are compared in every step. DDP has all gradients in one bucket:
+with several its ranks wait for each other forever on gloo, as what PowerSGD does when an exchange has ended runs in
+threads.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def side(kind: str, losses: list[float]) -> Callable[[], None]:
     own = x.chunk(2)[dist.get_rank()]
     state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
     if kind == DDP:
-        ddp = DistributedDataParallel(Layers())
+        ddp = DistributedDataParallel(Layers(), bucket_cap_mb=100)
         ddp.register_comm_hook(state, powerSGD_hook)
         model: Any = ddp
     else:
