@@ -329,7 +329,7 @@ class _Solver:
         if at not in self.bridges:
             nbytes, grad, kind = info[:3]
             cost = conversion_cost(Placement(*a), Placement(*b), nbytes, self.problem.size, grad, self.problem.prices)  # type: ignore[arg-type]
-            self.bridges[at] = cost + (_FORBIDDEN if kind == "P" and a[0] == "S" else 0.0)
+            self.bridges[at] = cost + (_FORBIDDEN if kind == "P" and a[0] == "S" and a != b else 0.0)
         return self.bridges[at]
 
     def reach(self, info: tuple, have: frozenset[Canonical], want: Canonical) -> float:

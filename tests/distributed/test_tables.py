@@ -251,6 +251,48 @@ def tried(world: World) -> list[str]:
     return [str(one.message) for one in caught if "could not be tried" in str(one.message)]
 
 
+class Scores(nn.Module):
+    """A table of few numbers, whose vectors are larger than it, and an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables, self.top = nn.Embedding(2, 3, sparse=True), nn.Linear(3, 1)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        scores = self.top(self.tables(ids)).squeeze(1)
+        return {"loss": scores.square().mean(), "scores": scores}
+
+
+def with_outputs(world: World, offload: str) -> tuple[list[float], Tensor, Tensor]:
+    model, ids = Scores().double(), torch.tensor([0, 1, 1, 0, 1, 1])
+    whale.annotate(model, {"tables": whale.split(), "top": whale.replicate()})
+    made, losses = whale.parallelize(model, ids, offload=offload), []
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    for outputs in (False, True, True):
+        found = made.train_step(ids, outputs=outputs)
+        losses.append((found[0] if outputs else found).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, made.predict_step(ids)["scores"], made.full_state_dict()["tables.weight"]
+
+
+@pytest.mark.parametrize("offload", ["none", "tables"])
+def test_a_small_table_stays_in_parts_whatever_a_step_returns(worlds: Worlds, offload: str) -> None:
+    local, ids, losses = Scores().double(), torch.tensor([0, 1, 1, 0, 1, 1]), []
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = local(ids)["loss"]
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, scores, table in worlds.run(2, with_outputs, offload):
+        assert found == pytest.approx(losses, rel=1e-12)
+        torch.testing.assert_close(scores, local(ids)["scores"].detach())
+        torch.testing.assert_close(table, local.tables.weight.detach())
+
+
 def test_optimizers_of_sparse_gradients_are_tried_with_such(worlds: Worlds) -> None:
     assert worlds.run(2, tried) == [[], []]
 
