@@ -20,7 +20,7 @@ from whale.errors import CaptureError, InfeasibleError, UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves
 from whale.graph.chain import Layer
 from whale.graph.precision import LOW_PRECISIONS
-from whale.graph.values import Value
+from whale.graph.values import Value, has_sparse_gradient
 from whale.ir.profile import Affine, Amount, LayerKind, LayerVariant, ModelProfile, Skip
 from whale.ir.strategy import RECOMPUTES
 from whale.strategies.kind_costs import ROWS, Collectives, KindCosts, NoLaw
@@ -312,16 +312,24 @@ def _row_bytes(batch: Batch) -> int:
 
 
 def _tied(model: nn.Module, layered: LayeredModel) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """Layers that share parameters, and the number of shared parameters."""
+    """Layers that share parameters, and the number of shared parameters: of dense ones, as gradients of the rows of a
+    table are no sum of its size; each of its layers counts it."""
     readers: dict[str, list[int]] = {}
+    sparse = _with_sparse_gradients(layered.captured)
     for position, layer in enumerate(layered.chain.layers):
         for name in layer.parameters:
-            readers.setdefault(name, []).append(position)
+            if name not in sparse:
+                readers.setdefault(name, []).append(position)
     shared: dict[tuple[int, ...], int] = {}
     for name, layers in readers.items():
         if len(layers) > 1:
             shared[tuple(layers)] = shared.get(tuple(layers), 0) + model.get_parameter(name).numel()
     return tuple(shared.items())
+
+
+def _with_sparse_gradients(captured: Captured) -> set[str]:
+    names = captured.parameters
+    return {names[n.name] for n in captured.graph.nodes if n.name in names and has_sparse_gradient((n, 0))}
 
 
 def _skips(costs: Sequence[KindCosts], layered: LayeredModel) -> tuple[Skip, ...]:

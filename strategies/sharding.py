@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from whale.graph.values import Value, needs_grad, value_shape, value_tensor
+from whale.graph.values import Value, has_sparse_gradient, needs_grad, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement
 from whale.ir.strategy import Experts
 from whale.runtime.experts import from_experts, to_experts
@@ -321,7 +321,8 @@ class _Solver:
         matrix = matrix and value not in self.small
         kind = "W" if value in self.whole else "P" if value in self.weights else "A"
         kind = "E" if kind == "A" and value in self.problem.received else kind
-        return self.problem.local_bytes(value), needs_grad(value), kind, matrix
+        sparse = value in self.problem.parameters and has_sparse_gradient(value)
+        return self.problem.local_bytes(value), needs_grad(value), kind, matrix, sparse
 
     def bridge(self, a: Canonical, b: Canonical, info: tuple) -> float:
         """Price of a bridge of a value with this description; a sharded parameter is never gathered."""
@@ -329,7 +330,7 @@ class _Solver:
         if at not in self.bridges:
             nbytes, grad, kind = info[:3]
             cost = conversion_cost(Placement(*a), Placement(*b), nbytes, self.problem.size, grad, self.problem.prices)  # type: ignore[arg-type]
-            self.bridges[at] = cost + (_FORBIDDEN if kind == "P" and a[0] == "S" else 0.0)
+            self.bridges[at] = cost + (_FORBIDDEN if kind == "P" and a[0] == "S" and a != b else 0.0)
         return self.bridges[at]
 
     def reach(self, info: tuple, have: frozenset[Canonical], want: Canonical) -> float:
@@ -556,11 +557,13 @@ class _SegmentPrices:
         """Price of storing a parameter, or receiving a value, as it is first read, and the placements that it then has;
         others are derived from whole ones."""
         solver, size, prices = self.solver, self.solver.problem.size, self.solver.problem.prices
-        nbytes, grad, kind, matrix, fixed = self.info[value]
+        nbytes, grad, kind, matrix, _, fixed = self.info[value]
         taken = kind == "W" and want[0] == "S"  # from the whole, which stays
         placed = self.number(frozenset((want, fixed or self._replicate_partial[grad]) if taken else (want,)))
         if fixed is not None:
             whole = fixed[0] != "S" and want[0] != "S"
+            if self._sums_rows(value, want):
+                return _FORBIDDEN, placed
             return 0.0 if whole else solver.bridge(fixed, want, self.info[value]), placed
         if kind == "E":
             summed = all_reduce_price(nbytes, size, prices) if want[0] == "R*" and grad else 0.0
@@ -575,7 +578,14 @@ class _SegmentPrices:
         available = self.sets[placed]
         if want in available:
             return 0.0, placed
-        return self.solver.reach(self.info[value], available, want), self.number(available | {want})
+        cost = _FORBIDDEN if self._sums_rows(value, want) else self.solver.reach(self.info[value], available, want)
+        return cost, self.number(available | {want})
+
+    def _sums_rows(self, value: int, want: Canonical) -> bool:
+        """Whether a backward would have to sum a gradient of rows: of a table that another step has fixed to have all
+        of it on each rank."""
+        *_, sparse, fixed = self.info[value]
+        return bool(sparse and fixed is not None and fixed[0] == "R" and want[0] == "R*")
 
     def _pending(self, value: int, placed: frozenset[Canonical]) -> float:
         """Price of summing a value that is a term of a sum everywhere."""

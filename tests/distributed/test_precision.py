@@ -477,6 +477,44 @@ def test_an_overflow_skips_all_of_an_accumulation_as_a_scaler_of_torch_does(rank
             assert torch.allclose(found[name], x, rtol=1e-3, atol=1e-3), name
 
 
+class Lookups(nn.Module):
+    """Two tables, of which the second is looked up in some rows of the batch alone."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items, self.users = (nn.Embedding(rows, 4, sparse=sparse) for rows in (9, 5))
+        self.top = nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.top(torch.cat([self.items(ids[:, 0]), self.users(ids[:, 1] % 5)], 1))
+        return found.square().mean()
+
+
+def look_up(world: World | None, sparse: bool) -> tuple[dict[str, Tensor], list[float]]:
+    model, ids = Lookups(sparse), torch.tensor([[0, 7], [8, 1], [3, 3], [3, 2]])
+    whale.annotate(model, {"": whale.replicate()})
+    made = whale.parallelize(model, ids, device="cpu", precision="fp16")
+    assert made.loss_scaler is not None
+    optimizer, scales = torch.optim.SGD(made.parameters(), lr=0.5), []
+    for number, factors in enumerate(FACTORS):
+        for factor in factors:
+            made.train_step(ids, scale=factor)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        scales.append(made.loss_scaler.scale)
+    return made.full_state_dict(), scales
+
+
+def test_tables_with_sparse_gradients_are_scaled_as_dense_ones(ranks: Two) -> None:
+    expected, scales = look_up(None, sparse=False)
+    assert not torch.equal(expected["items.weight"], Lookups(sparse=False).items.weight)
+    for found, same in ranks.run(look_up, True):
+        assert same == scales
+        for name, x in expected.items():
+            assert torch.allclose(found[name], x, rtol=1e-3, atol=1e-3), name
+
+
 def test_what_is_no_precision_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

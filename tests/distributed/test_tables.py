@@ -251,6 +251,49 @@ def tried(world: World) -> list[str]:
     return [str(one.message) for one in caught if "could not be tried" in str(one.message)]
 
 
+class Scores(nn.Module):
+    """Tables of one row, whose vectors are larger than they are, of which one cannot be cut, and an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables = nn.ModuleList(nn.Embedding(1, columns, sparse=True) for columns in (1, 3))
+        self.top = nn.Linear(3, 1)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        scores = torch.cat([table(ids) for table in self.tables], 1).sum(1) + self.top(self.tables[1](ids)).squeeze(1)
+        return {"loss": scores.square().mean(), "scores": scores}
+
+
+def with_outputs(world: World, offload: str) -> tuple[list[float], Tensor, dict[str, Tensor]]:
+    model, ids = Scores().double(), torch.zeros(6, dtype=torch.long)
+    whale.annotate(model, {"": whale.replicate(), "tables.*": whale.split()})
+    made, losses = whale.parallelize(model, ids, offload=offload), []
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    for outputs in (False, True, True):
+        found = made.train_step(ids, outputs=outputs)
+        losses.append((found[0] if outputs else found).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, made.predict_step(ids)["scores"], made.full_state_dict()
+
+
+@pytest.mark.parametrize("offload", ["none", "tables"])
+def test_small_tables_stay_as_they_are_whatever_a_step_returns(worlds: Worlds, offload: str) -> None:
+    local, ids, losses = Scores().double(), torch.zeros(6, dtype=torch.long), []
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = local(ids)["loss"]
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, scores, state in worlds.run(2, with_outputs, offload):
+        assert found == pytest.approx(losses, rel=1e-12)
+        torch.testing.assert_close(scores, local(ids)["scores"].detach())
+        torch.testing.assert_close(state, dict(local.state_dict()))
+
+
 def test_optimizers_of_sparse_gradients_are_tried_with_such(worlds: Worlds) -> None:
     assert worlds.run(2, tried) == [[], []]
 

@@ -253,6 +253,30 @@ def test_tables_of_several_names_share_the_devices_of_their_place(memory: tuple[
     assert found.predicted.prediction.fits
 
 
+class History(nn.Module):
+    """A table that two layers look up: for an item, and for those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item, self.user = nn.Embedding(3000, 16, sparse=True), nn.Embedding(2000, 16, sparse=True)
+        self.first, self.top = nn.Linear(16, 16), nn.Linear(32, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = torch.cat([self.first(self.item(ids[:, 0])), self.user(ids[:, 1])], 1)
+        loss: Tensor = (self.top(h).squeeze(1) * self.item(ids[:, 2:]).sum((1, 2))).square().mean()
+        return loss
+
+
+def test_a_table_that_layers_share_is_none_of_what_they_sum_densely() -> None:
+    model, batch = History(), torch.zeros(64, 5, dtype=torch.long)
+    profile = profile_model(model.to("meta"), batch, tensor_degrees=[1, 2], rules=True)
+    costs = LayerCosts(profile=profile, precision=precision_named("fp32"))
+    dense, _ = costs.parameters(range(len(profile.layers)), 1)
+    assert dense == sum(x.numel() for part in (model.first, model.top) for x in part.parameters())
+    machines = Cluster.homogeneous(2, device_types()["T4"], intra=Link(bandwidth=1e10, latency=1e-5))
+    assert search(model, batch, machines)[0].best.compiled
+
+
 MIXED = """
 [links]
 intra_node = {bandwidth = "12 GB/s", latency = "5 us"}

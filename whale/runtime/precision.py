@@ -51,8 +51,17 @@ _SPOILED = 2
 """The number of a rank whose gradients an earlier step has spoiled; 1: this one does, 0: they are finite."""
 
 
+def _numbers(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient, which torch neither tests nor fills where it is sparse."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
 def _is_spoiled(x: Tensor) -> bool:
-    return x.grad is not None and bool(x.grad.flatten()[:1].isnan().any())
+    return x.grad is not None and bool(_numbers(x.grad).flatten()[:1].isnan().any())
+
+
+def _has_no_rows(x: Tensor) -> bool:
+    return x.grad is not None and x.grad.is_sparse and not x.grad._nnz()
 
 
 class LossScaler:
@@ -109,7 +118,7 @@ class LossScaler:
             x.grad = None
         result = step(self.scale)
         made = [x.grad for x in tensors if x.grad is not None]
-        unlike = [(~gradient.isfinite()).any() for gradient in made]
+        unlike = [(~_numbers(gradient).isfinite()).any() for gradient in made]
         overflow = (
             torch.stack([x.to(unlike[0].device) for x in unlike]).any() if unlike else torch.zeros((), dtype=torch.bool)
         )
@@ -123,7 +132,7 @@ class LossScaler:
                     if earlier is not None:
                         x.grad = earlier.add_(x.grad)
                 if found and x.grad is not None:
-                    x.grad.fill_(torch.nan)
+                    _numbers(x.grad).fill_(torch.nan)
         self._is_spoiled = found > 0
         if found != _SPOILED:
             self._update(found > 0)
@@ -132,7 +141,7 @@ class LossScaler:
     def skip(self, tensors: Iterable[Tensor]) -> None:
         """Take their gradients from tensors with which an optimizer begins its step, if a step has spoiled them."""
         for x in tensors:
-            if self._is_spoiled and _is_spoiled(x):
+            if self._is_spoiled and (_is_spoiled(x) or _has_no_rows(x)):
                 x.grad = None
 
     def _update(self, overflow: bool) -> None:
