@@ -111,6 +111,22 @@ def test_distinct_rows_and_their_copies_are_the_value_and_gradients_are_summed(k
     torch.testing.assert_close(*sums, rtol=0, atol=1e-12)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_rows_on_a_gpu_are_those_on_the_host() -> None:
+    keys, value = torch.randint(9, (50,)), torch.randn(50, 3, dtype=torch.float64)
+    found = [EqualRows({}, {}, torch.device(device)).find(keys, 9) for device in ("cpu", "cuda")]
+    here, there = found
+    assert here is not None and there is not None
+    on_gpu = value.cuda()
+    assert torch.equal(there.distinct(on_gpu).cpu(), here.distinct(value))
+    sums = there.summed(on_gpu)
+    torch.testing.assert_close(sums.cpu(), here.summed(value), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        there.placed(sums, value.shape).cpu(), here.placed(here.summed(value), value.shape), rtol=0, atol=1e-12
+    )
+
+
 def test_gradients_in_low_precision_are_summed_in_a_wider_one() -> None:
     found = EqualRows({}, {}, torch.device("cpu")).find(torch.zeros(1000, dtype=torch.long), 1)
     assert found is not None
