@@ -132,6 +132,8 @@ class LayerCosts:
             share = self.stack.calibration.sustained.get(type_.name, 1.0)
             known.update(((*key, count), _sustained(one, share)) for count, one in zip(wanted, priced, strict=True))
         found = known[*key, rows]
+        if micro_batches > 1 and self.is_sparse(kind):  # an update goes over what the whole step has looked up
+            found = replace(found, update=self.seconds(kind, type_, degrees, rows * micro_batches, 1, shards).update)
         return found.averaged(micro_batches) if micro_batches > 1 and found.accumulation else found
 
     def seconds_of_part(
@@ -185,11 +187,13 @@ class LayerCosts:
     def adding(self, micro_batches: int) -> int:
         """The number of micro-batches for which those of tables are priced: a power of two, and at most
         `MOST_ADDING`, as more of them accumulate gradients in nearly the same part; 1 if no layer's time depends on
-        it."""
+        it; their own number where the update of a table depends on what the step looks up."""
         found = self._adding.get(micro_batches)
         if found is None:
             adds = any(self._accumulates)
             found = min(MOST_ADDING, 1 << (micro_batches - 1).bit_length()) if adds else 1
+            if any(map(self.is_sparse, range(len(self.profile.kinds)))):
+                found = micro_batches
             self._adding[micro_batches] = found
         return found
 

@@ -207,6 +207,17 @@ def test_gradients_of_rows_are_added_up_in_the_same_time_in_a_larger_table() -> 
     assert large == small
 
 
+def test_an_update_goes_over_the_rows_of_all_micro_batches() -> None:
+    with torch.device("meta"):
+        model = Tables(10_000_000, 1000)
+    profile = profile_model(model, torch.zeros(64, 2, 2, dtype=torch.long), tensor_degrees=[1, 2])
+    costs = LayerCosts(profile=profile, precision=precision_named("fp32"))
+    in_four, in_one = (
+        costs.seconds(0, device_types()["T4"], (1, 1, 1), rows, count).update for rows, count in ((1024, 4), (4096, 1))
+    )
+    assert in_four == in_one
+
+
 def test_devices_are_predicted_to_do_the_work_of_their_own_tables() -> None:
     machines, batch = cluster(16, 16), torch.zeros(4096, 3, 2, dtype=torch.long)
     with torch.device("meta"):
