@@ -1,6 +1,6 @@
 """Collectives that a script calls, `whale.all_reduce` and `whale.all_gather`, against torch's with gradients.
 
-python benchmarks/script_collectives.py --ranks 2
+    python benchmarks/script_collectives.py --ranks 2 --write 2026-11-28
 
 Forward and backward on gloo ranks of this machine, taking turns in one run; the median of the turns on rank 0. Whale's
 calls begin with an exchange of what ranks give, which is what they cost more; torch's gather takes equal parts alone.
@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed.nn.functional as functional
+from harness import report, table
 from torch import Tensor
 
 import whale
@@ -48,11 +49,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--turns", type=int, default=25)
+    parser.add_argument("--write", metavar="DATE", default="", help="write the results to benchmarks/results, dated so")
     options = parser.parse_args()
-    print("| forward and backward | float32 elements | Whale, ms | torch, ms | Whale / torch |")
-    print("|---|---|---|---|---|")
-    for name, size, ours, theirs in whale.launch(measured, options.turns, processes=options.ranks):
-        print(f"| {name} | {size:,} | {1e3 * ours:.2f} | {1e3 * theirs:.2f} | {ours / theirs:.2f} |")
+    rows = [
+        (name, f"{size:,}", f"{1e3 * ours:.2f} ms", f"{1e3 * theirs:.2f} ms", f"{ours / theirs:.2f}")
+        for name, size, ours, theirs in whale.launch(measured, options.turns, processes=options.ranks)
+    ]
+    head = ("forward and backward", "float32 elements", "Whale", "torch", "Whale / torch")
+    command = f"python benchmarks/script_collectives.py --ranks {options.ranks} --turns {options.turns}"
+    report("script_collectives", options, f"{options.ranks} ranks\n\n{table(head, rows)}", command)
 
 
 if __name__ == "__main__":

@@ -34,14 +34,14 @@ class Clicks(nn.Module):
     """A table of single look-ups, one of bags of one row with a padding index, and one of three look-ups a sample that
     are not summed in it; indices are given, scattered by a modulus, and in another leaf."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tables = nn.ModuleList(
             [
-                nn.Embedding(ROWS, COLUMNS, sparse=True),
-                nn.EmbeddingBag(ROWS, COLUMNS, mode="mean", sparse=True, padding_idx=1),
-                nn.Embedding(ROWS, COLUMNS, sparse=True),
+                nn.Embedding(ROWS, COLUMNS, sparse=sparse),
+                nn.EmbeddingBag(ROWS, COLUMNS, mode="mean", sparse=sparse, padding_idx=1),
+                nn.Embedding(ROWS, COLUMNS, sparse=sparse),
             ]
         )
         self.dense = nn.Sequential(nn.Linear(3 * COLUMNS, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -81,6 +81,7 @@ def layout(*, split: bool = False, offload: str | None = None, distinct: bool = 
 def optimizers(model: Any) -> list[torch.optim.Optimizer]:
     """One for the first table, one for the others, and one for all else."""
     kinds: list[Any] = [RowWiseAdagrad, torch.optim.SparseAdam, torch.optim.AdamW]
+    kinds = kinds if model.tables[0].sparse else [torch.optim.AdamW] * 3
     found: list[list[Any]] = [[], [], []]
     for name, parameter in model.named_parameters():
         found[0 if name.startswith("tables.0") else 1 if name.startswith("tables") else 2].append(parameter)
@@ -101,7 +102,7 @@ def counted(sizes: list[int]) -> Any:
 def both(world: World, placed: dict[str, Any], options: dict[str, Any], rows: tuple[int, ...]) -> dict[str, float]:
     """The largest differences of losses and parameters from the local model's in steps of these rows, and the part of
     what is sent elsewhere."""
-    local = Clicks().double()
+    local = Clicks(placed.pop("sparse", True)).double()
     model = copy.deepcopy(local)
     whale.annotate(model, layout(**placed))
     made: Any = whale.parallelize(model, batch(), device="cpu", timeout_seconds=30, **options)
@@ -135,6 +136,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tables on ranks": (2, {}, {}),
     "in columns": (3, {"split": True}, {}),
     "in the memory of hosts": (2, {"offload": "tables"}, {}),
+    "dense gradients": (2, {"sparse": False}, {"micro_batches": 2}),
     "micro-batches": (2, {}, {"micro_batches": 3}),
     "micro-batches and zero bubble": (3, {"split": True}, {"micro_batches": 2, "schedule": "zero_bubble"}),
     "recompute": (2, {}, {"micro_batches": 2, "recompute": "full"}),
