@@ -51,7 +51,7 @@ def local_model(adapters: bool = False) -> Any:
         vocab_size=WORDS,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).double()  # AdamW divides by small numbers what float32 rounds
     if adapters:
         from peft import LoraConfig, get_peft_model
 
