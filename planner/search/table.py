@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise, product
-from math import inf
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -256,14 +256,21 @@ class CostTable(ReplicaTable):
 
     def _far_ways(self, meshes: tuple[Mesh, Mesh], rows: float) -> Array:
         """Seconds of handing these rows of a micro-batch on from region to region, and of their gradients back: what
-        all devices send goes through one way, the slowest."""
+        all devices send goes through the gateways of their nodes in the region with the slowest way."""
         source, target = meshes
         counts = zip(self.pools, source.counts, target.counts, strict=True)
-        links = [pool.region.link for pool, *both in counts if pool.region is not None and any(both)]
-        link = min(links, key=lambda link: link.bandwidth)
+        far = [(pool, pool.region, both) for pool, *both in counts if pool.region is not None and any(both)]
+        ways = [
+            (region.link, min(1.0, ceil(count / pool.per_node) / self.prices.topology.gateways(region)))
+            for pool, region, both in far
+            for count in both
+            if count
+        ]
+        link, used = min(ways, key=lambda way: way[0].bandwidth * way[1])
         shares = self.held_shares(source.tensor, target.tensor)
-        sent = self._handed(rows) / (link.bandwidth * inter_node_kind(link).efficiency)
-        return 2 * link.latency + sent * (shares[1] * target.tensor + shares[0] * source.tensor)
+        sent = self._handed(rows) / (link.bandwidth * used * inter_node_kind(link).efficiency)
+        latency = max(way.latency for way, _ in ways)
+        return 2 * latency + sent * (shares[1] * target.tensor + shares[0] * source.tensor)
 
     def _both_ways(
         self, ends: tuple[ReplicaCosts, ReplicaCosts], meshes: tuple[Mesh, Mesh], common: float, near: bool

@@ -11,11 +11,13 @@ from whale.errors import InputFileError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import cluster_hash
 from whale.planner.catalog import device_types
+from whale.planner.cost.stage import CostModel
 from whale.planner.network.communication import collective, send
 from whale.planner.network.topology import Topology
 from whale.planner.search import SearchSettings, StageChoice, search
 from whale.planner.search.evaluate import evaluate
-from whale.planner.search.space import pools_of
+from whale.planner.search.space import Chain, Mesh, pools_of
+from whale.planner.search.table import CostTable
 
 A100 = "A100-SXM4-80GB"
 
@@ -149,6 +151,19 @@ def test_all_messages_between_two_stages_share_the_way_out_of_a_region() -> None
         return 1 / link
 
     assert isclose(hop(8), 8 * hop(1), rel_tol=0.01)
+
+
+def test_the_search_gives_a_stage_on_few_nodes_their_ways_out_of_a_region_alone() -> None:
+    far = cluster("north", "south", wide="1000 Gbit/s", nodes=28, latency="10 us")
+    assert Topology.of(far).gateways(pools_of(far)[0].region) == 28  # type: ignore[arg-type]
+    prices = CostModel.of(WIDE, far, precision="fp32")
+    table = CostTable(prices=prices, pools=pools_of(far), chain=Chain.of((), len(WIDE.layers), None))
+
+    def hop(nodes: int) -> float:
+        meshes = Mesh((8 * nodes, 0), 1), Mesh((0, 8 * nodes), 1)
+        return max(table.hops(*meshes, 8 * nodes, 2))
+
+    assert isclose(hop(1), hop(28), rel_tol=0.01)  # of as many bytes for each node
 
 
 @pytest.mark.parametrize("wide", ["1 Mbit/s", "100 Mbit/s", "10 Gbit/s"])
