@@ -91,6 +91,31 @@ def test_steps_with_a_hook_are_those_of_ddp_with_it(worlds: Worlds, kind: str, m
         assert ours[-1] < 0.9 * ours[0]
 
 
+def signs(state: None, bucket: Any) -> Any:
+    """A mean that is no linear function of the gradients."""
+    terms = bucket.buffer().sign().mul_(0.01 / torch.distributed.get_world_size())
+    return torch.distributed.all_reduce(terms, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def accumulated(world: World) -> float:
+    """The largest difference from DDP's gradients where two steps add to them."""
+    made: Any = whale.parallelize(Net().double(), batch(), device="cpu", timeout_seconds=30)
+    ddp = DistributedDataParallel(Net().double())
+    for model in (made, ddp):
+        model.register_comm_hook(None, lambda state, bucket: signs(state, bucket))  # DDP reads annotations
+    for number in range(2):
+        given = batch(seed=number)
+        made.train_step(**given)
+        ddp(x=given["x"].chunk(world.size)[world.rank]).backward()
+    found = made.full_gradients()
+    theirs = {name: p.grad for name, p in ddp.module.named_parameters() if p.grad is not None}
+    return max(float((found[name] - gradient).abs().max()) for name, gradient in theirs.items())
+
+
+def test_hooks_get_accumulated_gradients_as_from_ddp(worlds: Worlds) -> None:
+    assert max(worlds.run(2, accumulated)) < 1e-15
+
+
 class Looks(nn.Module):
     """A table with sparse gradients, which no hook sums, and a matrix."""
 
@@ -146,4 +171,71 @@ def refused(world: World, case: str) -> str:
 )
 def test_hooks_that_fit_nothing_are_refused(worlds: Worlds, case: str, says: str) -> None:
     for message in worlds.run(2, refused, case):
+        assert re.search(says, message), message
+
+
+def in_part_of_the_ranks(world: World, has_state: bool) -> tuple[str, float]:
+    """The refusal on a rank of a hook in a group of the first two of three, and the error of a step; all sum over
+    the three too."""
+    local, group = Net().double(), torch.distributed.new_group([0, 1])
+    model = copy.deepcopy(local)
+    first = [whale.cluster([0, 1]), whale.stage(2), whale.replicate()]
+    whale.annotate(model, {"body.0": first, "": [whale.cluster([0, 1, 2]), whale.stage(3), whale.replicate()]})
+    made: Any = whale.parallelize(model, batch(12), device="cpu", timeout_seconds=30)
+    state = PowerSGDState(group, start_powerSGD_iter=100) if has_state else group
+    hook = powerSGD_hook if has_state else default_hooks.allreduce_hook
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        said = refusal(lambda: made.register_comm_hook(state, hook))
+    made.train_step(**batch(12))
+    local(**batch(12)).backward()
+    gradients = made.full_gradients()
+    return said, max(
+        float((gradients[n] - p.grad).abs().max()) for n, p in local.named_parameters() if p.grad is not None
+    )
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_ranks_outside_a_hooks_group_make_their_own_sums(worlds: Worlds, has_state: bool) -> None:
+    for said, error in worlds.run(3, in_part_of_the_ranks, has_state):
+        assert said == "" and error < 1e-12, said
+
+
+WRONG: dict[str, Any] = {
+    "no future": lambda state, bucket: bucket.buffer(),
+    "never done": lambda state, bucket: torch.futures.Future(),
+    "another size": lambda state, bucket: done(bucket.buffer()[:3]),
+    "no tensor": lambda state, bucket: done("mean"),
+    "no function": "PowerSGD",
+}
+
+
+def done(result: Any) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
+def wrong(world: World, case: str) -> str:
+    made: Any = whale.parallelize(Net().double(), batch(), device="cpu", timeout_seconds=3)
+
+    def step() -> None:
+        made.register_comm_hook(None, WRONG[case])
+        made.train_step(**batch())
+
+    return refusal(step)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("never done", "has no result"),  # the first that fails in a step, of which all others in the world hear
+        ("no future", "returned a Tensor; it returns a torch.futures.Future"),
+        ("another size", "result of 3 elements for a bucket of 708"),
+        ("no tensor", "result which is a str"),
+        ("no function", "is a function of its state and a bucket, not a str"),
+    ],
+)
+def test_hooks_that_are_wrong_are_refused_in_words(worlds: Worlds, case: str, says: str) -> None:
+    for message in worlds.run(2, wrong, case):
         assert re.search(says, message), message

@@ -6,6 +6,7 @@ it returns the mean over the ranks, later. So torch's hooks, such as PowerSGD an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,13 +66,30 @@ class HookedBucket:
 class HookedSum:
     """A sum that a hook has started."""
 
+    name: str
     future: Any
     total: Tensor
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for it, or let the device's queue wait, and write it to the gradients."""
+        """Wait for it, or without a *timeout* let the device's queue wait, and write it to the gradients.
+
+        Raises:
+            RuntimeError: the hook failed, or its future has no result in time.
+            UsageError: the result is another than the mean of the bucket's gradients.
+        """
+        if timeout is not None:
+            done = threading.Event()
+            self.future.add_done_callback(lambda future: done.set())
+            if not done.wait(timeout.total_seconds()):
+                raise RuntimeError(f"the future of the communication hook {self.name} has no result")
         found = self.future.wait()
-        mean = found[0] if isinstance(found, (list, tuple)) else found
+        mean = found[0] if isinstance(found, (list, tuple)) and found else found
+        if not isinstance(mean, Tensor) or mean.numel() != self.total.numel():
+            what = f"of {mean.numel()} elements" if isinstance(mean, Tensor) else f"which is a {type(mean).__name__}"
+            raise UsageError(
+                f"the communication hook {self.name} gave a result {what} for a bucket of {self.total.numel()}: the "
+                "result of its future is a tensor, the mean of the bucket's buffer over the ranks"
+            )
         if mean.data_ptr() != self.total.data_ptr():
             self.total.copy_(mean.view(-1))
         return True
@@ -87,9 +105,24 @@ class CommHook:
 
     @classmethod
     def of(cls, hook: Callable[[Any, Any], Any], state: Any) -> CommHook:
-        """A hook with the group that its state is or has; by default, all ranks."""
-        group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
-        return cls(hook, state, tuple(sorted(dist.get_process_group_ranks(group))))
+        """A hook with the group that its state is or has; by default, all ranks. A group of other ranks, for which
+        `torch.distributed.new_group` has a number in place of a group, has no rank here.
+
+        Raises:
+            UsageError: it is no function.
+        """
+        if not callable(hook):
+            raise UsageError(
+                f"a communication hook is a function of its state and a bucket, not a {type(hook).__name__}: "
+                "model.register_comm_hook(state, hook)"
+            )
+        group = (
+            state
+            if isinstance(state, dist.ProcessGroup) or _is_elsewhere(state)
+            else getattr(state, "process_group", None)
+        )
+        ranks = [] if _is_elsewhere(group) else dist.get_process_group_ranks(group)
+        return cls(hook, state, tuple(sorted(ranks)))
 
     @property
     def name(self) -> str:
@@ -123,8 +156,22 @@ class CommHook:
             )
 
     def start(self, number: int, total: Tensor, parameters: Sequence[Any], last: bool) -> HookedSum:
-        """Start a sum."""
+        """Start a sum.
+
+        Raises:
+            UsageError: what the hook returns is no future.
+        """
         total.mul_(len(self.ranks))  # terms of a sum become gradients whose mean it is
         with torch.no_grad():
             future = self.hook(self.state, HookedBucket(number, total, parameters, last))
-        return HookedSum(future, total)
+        if not isinstance(future, torch._C.Future):
+            raise UsageError(
+                f"the communication hook {self.name} returned a {type(future).__name__}; it returns a "
+                "torch.futures.Future of the mean, such as work.get_future() of a collective"
+            )
+        return HookedSum(self.name, future, total)
+
+
+def _is_elsewhere(group: object) -> bool:
+    """Whether it is what `torch.distributed.new_group` returns to ranks that are not in the group."""
+    return isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
