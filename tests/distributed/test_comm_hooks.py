@@ -239,3 +239,19 @@ def wrong(world: World, case: str) -> str:
 def test_hooks_that_are_wrong_are_refused_in_words(worlds: Worlds, case: str, says: str) -> None:
     for message in worlds.run(2, wrong, case):
         assert re.search(says, message), message
+
+
+def refused_by_some(world: World) -> str:
+    model = Net().double()
+    first = [whale.cluster([0]), whale.stage(1)]
+    whale.annotate(model, {"body.[0-1]": first, "": [whale.cluster([1, 2]), whale.stage(2), whale.replicate()]})
+    made: Any = whale.parallelize(model, batch(), device="cpu", timeout_seconds=30)
+    said = refusal(lambda: made.register_comm_hook(None, default_hooks.allreduce_hook))
+    made.train_step(**batch())  # without a hook
+    return said
+
+
+def test_a_hook_that_one_rank_refuses_is_refused_by_all(worlds: Worlds) -> None:
+    first, *others = worlds.run(3, refused_by_some)
+    assert first == "another rank refuses the communication hook allreduce_hook; its error says why"
+    assert all("fits no sum of gradients" in one for one in others)

@@ -442,13 +442,23 @@ class Engine:
         """Let a hook make the sums of gradients that it fits.
 
         Raises:
-            UsageError: there is a hook already, or it fits none of this rank's sums.
+            UsageError: on all ranks, if there is a hook already, or it fits no sum of one that has some.
+            WorkerError: a rank did not come within the timeout.
         """
         if self.hook is not None:
             raise UsageError(f"the communication hook {self.hook.name} is registered already; a model has one")
         reducer = next((step.executor.reducer for step in self.steps if step.executor.reducer is not None), None)
-        if self.world.rank in hook.ranks and reducer is not None:
-            hook.check(reducer.buckets, lambda text: self.world.warn_of_rank("a communication hook", text))
+        refused: UsageError | None = None
+        try:
+            if self.world.rank in hook.ranks and reducer is not None:
+                hook.check(reducer.buckets, lambda text: self.world.warn_of_rank("a communication hook", text))
+        except UsageError as error:
+            refused = error
+        flag = torch.tensor(float(refused is not None), dtype=torch.float64, device=self.world.device)
+        if float(self._sum(flag, "what all ranks say to a communication hook")) and refused is None:
+            refused = UsageError(f"another rank refuses the communication hook {hook.name}; its error says why")
+        if refused is not None:
+            raise refused
         self.hook = hook
 
     def drain(self) -> bool:

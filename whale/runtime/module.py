@@ -240,7 +240,7 @@ class ParallelModule(nn.Module):
                 their mean over the ranks.
 
         Raises:
-            UsageError: there is a hook already, or it fits no sum of this rank.
+            UsageError: on all ranks, if there is a hook already, or it fits no sum of a rank that has some.
         """
         if self.world_size > 1:
             self._whale.engine.register_comm_hook(CommHook.of(hook, state))

@@ -109,10 +109,9 @@ class Reducer:
     In a step: `begin`; `arm` before a backward of a stage and `finished` after it, for the last one, and for others if
     `sums_each`; `launch` at the latest when the program says so; `finish`. Existing gradients, from a step whose
     gradients are accumulated, are equal on all ranks: the first rank of a bucket adds to them and the others start
-    without, so they count once; to sparse ones all ranks add the sum, and a hook's
-    mean has them on all ranks. They remain the same tensors; new gradients are
-    views of their bucket, in which backwards write them (`place`), so that nothing is copied, and a bucket of
-    accumulated gradients is summed in place.
+    without, so they count once; to sparse ones all ranks add the sum, and a hook's mean has them on all ranks. They
+    remain the same tensors; new gradients are views of their bucket, in which backwards write them (`place`), so that
+    nothing is copied, and a bucket of accumulated gradients is summed in place.
     With an update the parameters of a bucket are updated when its sum is there, and its gradients are freed: at most
     two buckets are on their way at a time.
     *failures* knows which rank this is; *transport* has ``all_reduce``: ``torch.distributed``, except in a dry run.
