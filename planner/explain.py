@@ -120,8 +120,8 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
             max(fullest.gradients, gradients),
             trained / 2 if low else parameters,
         )
+        summed = _summed_part(plan, index, fullest, trained) if several else 1.0
         for other, part in enumerate(parts, 1):
-            summed = _summed_part(plan, index, fullest, trained) if several else 1.0
             freed += summed * part * (1 - 1 / replicas) if other > level else 0.0
             if other > level and freed:
                 found.append(Saving(what=f"zero {other} in stage {index}", bytes=round(freed)))

@@ -20,9 +20,10 @@ from whale.errors import CaptureError, InfeasibleError, UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves
 from whale.graph.chain import Layer
 from whale.graph.precision import LOW_PRECISIONS
-from whale.graph.values import Value, has_sparse_gradient
+from whale.graph.values import Value
 from whale.ir.profile import Affine, Amount, LayerKind, LayerVariant, ModelProfile, Skip
 from whale.ir.strategy import RECOMPUTES
+from whale.strategies.host_tables import tables_of
 from whale.strategies.kind_costs import ROWS, Collectives, KindCosts, NoLaw
 from whale.strategies.layers import ExpertSplit, LayeredModel, default_dtype, layered, within
 from whale.strategies.regions import expert_modules
@@ -315,7 +316,7 @@ def _tied(model: nn.Module, layered: LayeredModel) -> tuple[tuple[tuple[int, ...
     """Layers that share parameters, and the number of shared parameters: of dense ones, as gradients of the rows of a
     table are no sum of its size; each of its layers counts it."""
     readers: dict[str, list[int]] = {}
-    sparse = _with_sparse_gradients(layered.captured)
+    sparse = tables_of(layered.captured, [(node, 0) for node in layered.captured.graph.nodes])
     for position, layer in enumerate(layered.chain.layers):
         for name in layer.parameters:
             if name not in sparse:
@@ -325,11 +326,6 @@ def _tied(model: nn.Module, layered: LayeredModel) -> tuple[tuple[tuple[int, ...
         if len(layers) > 1:
             shared[tuple(layers)] = shared.get(tuple(layers), 0) + model.get_parameter(name).numel()
     return tuple(shared.items())
-
-
-def _with_sparse_gradients(captured: Captured) -> set[str]:
-    names = captured.parameters
-    return {names[n.name] for n in captured.graph.nodes if n.name in names and has_sparse_gradient((n, 0))}
 
 
 def _skips(costs: Sequence[KindCosts], layered: LayeredModel) -> tuple[Skip, ...]:

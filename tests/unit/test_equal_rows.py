@@ -165,7 +165,7 @@ def test_a_stage_that_sends_no_looked_up_rows_is_refused() -> None:
 def test_distinct_is_written_and_read_in_annotations_and_plans() -> None:
     made = Strategy(kind="stage", degree=2, offload="tables", distinct=0.25)
     assert str(made) == "stage(2, offload='tables', distinct=0.25)"
-    for part in (1, 1.0, 0.004, 0.37, 1e-5):
+    for part in (1, 1.0, 0.004, 0.37, 1e-5, 1.2e-5, 0.00012345678, 1 / 3):
         one = Strategy(kind="stage", distinct=part)
         assert parse_strategy(str(one)) == one
     path = (Scope(strategy=made, region="tables"),)

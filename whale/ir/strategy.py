@@ -406,7 +406,7 @@ class Strategy:
         given += [str(self.state)] if self.state is not None else []
         given += [f"offload={self.offload!r}"] if self.offload is not None else []
         given += [f"reduce={self.reduce!r}"] if self.reduce is not None else []
-        given += [f"distinct={self.distinct:g}"] if self.distinct is not None else []
+        given += [f"distinct={self.distinct!r}"] if self.distinct is not None else []
         return f"{self.kind}({', '.join(given)})"
 
 
@@ -423,7 +423,7 @@ _ARGUMENTS = {
     "state_align": re.compile(rf"state_align={_WORD}"),
     "offload": re.compile(rf"offload={_WORD}"),
     "reduce": re.compile(rf"reduce={_WORD}"),
-    "distinct": re.compile(r"distinct=(?P<part>1|0?\.[0-9]{1,6}|[1-9]e-[0-9]{1,2})"),
+    "distinct": re.compile(r"distinct=(?P<part>(?:[01]|[0-9]?\.[0-9]{1,20}|[0-9](?:\.[0-9]{1,20})?e-[0-9]{1,3}))"),
 }
 """How each argument is written, in the order in which they are."""
 _BETWEEN = re.compile(r", (?![^\[]*\])")
@@ -611,8 +611,8 @@ def encode_scopes(path: ScopePath) -> str:
         state = scope.strategy.state
         divided = None if state is None else [state.level, list(state.shares), state.align]
         given = scope.strategy
-        more: list[object] = [given.recompute, given.attention, divided, given.offload, given.reduce, given.experts]
-        more.append(given.distinct)
+        more: list[object] = [given.recompute, given.attention, divided, given.offload, given.reduce]
+        more += [given.experts, given.distinct]
         while more and more[-1] is None:
             more.pop()
         rows.append([scope.strategy.kind, scope.strategy.degree, scope.strategy.dim, chosen, scope.region, *more])
