@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import arguments, in_turns, report, said_on_testbed, table
+from harness import TWO_HOSTS, arguments, in_turns, report, said_on_testbed, table
 from servers import counters
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -28,17 +28,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import whale
-
-BED = """
-[links]
-inter_node = {bandwidth = "100 Mbit/s"}
-[[nodes]]
-count = 2
-devices = 1
-device = "part"
-[device_types]
-part = {cores = 0.75, memory = "2 GiB"}
-"""
 
 WIDTH, LAYERS, ROWS = 768, 3, 64
 BASE, CAST, POWER, DDP = "all-reduce", "float16", "PowerSGD", "PowerSGD in DDP"
@@ -119,7 +108,7 @@ def main() -> None:
         run_rank(int(sys.argv[1]))
         return
     options = arguments(__doc__ or "", repeats=20)
-    found = said_on_testbed(BED, __file__, options.repeats)
+    found = said_on_testbed(TWO_HOSTS, __file__, options.repeats)
     base, rows = found["seconds"][BASE], []
     for kind, own in found["seconds"].items():
         ratio = statistics.median(a / b for a, b in zip(own, base, strict=True))

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import arguments, in_turns, report, said_on_testbed, table
+from harness import TWO_HOSTS, arguments, in_turns, report, said_on_testbed, table
 from servers import counters
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,17 +32,6 @@ import whale
 from whale.annotations import Annotation
 from whale.ir.cluster import Cluster, Link
 from whale.runtime.equal_rows import EqualRows
-
-BED = """
-[links]
-inter_node = {bandwidth = "100 Mbit/s"}
-[[nodes]]
-count = 2
-devices = 1
-device = "part"
-[device_types]
-part = {cores = 0.75, memory = "2 GiB"}
-"""
 
 ROWS, DIM, BATCH = (200_000, 100_000, 50_000, 50_000, 10_000, 10_000), 64, 4096
 SIDES = ("distinct rows", "all vectors", "replicas")
@@ -149,7 +138,7 @@ def main() -> None:
         return
     options = arguments(__doc__ or "", repeats=20)
     keys = of_keys()
-    found = said_on_testbed(BED, __file__, options.repeats)
+    found = said_on_testbed(TWO_HOSTS, __file__, options.repeats)
     base, rows = found["seconds"]["all vectors"], []
     for kind in SIDES:
         own = found["seconds"][kind]

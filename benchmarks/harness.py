@@ -30,6 +30,18 @@ import torch.distributed as dist
 RESULTS = Path(__file__).parent / "results"
 HARDWARE = "2-core-cpu-vm"
 
+TWO_HOSTS = """
+[links]
+inter_node = {bandwidth = "100 Mbit/s"}
+[[nodes]]
+count = 2
+devices = 1
+device = "part"
+[device_types]
+part = {cores = 0.75, memory = "2 GiB"}
+"""
+"""A testbed of two hosts, each with a part of the processors, and a slow link between them."""
+
 
 @dataclass(frozen=True)
 class Row:

@@ -26,24 +26,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from harness import arguments, in_turns, over_ranks, report, said_on_testbed, table
+from harness import TWO_HOSTS, arguments, in_turns, over_ranks, report, said_on_testbed, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import whale
 from whale.compile import rank_step
 from whale.runtime.failure import Failures
-
-BED = """
-[links]
-inter_node = {bandwidth = "100 Mbit/s"}
-[[nodes]]
-count = 2
-devices = 1
-device = "part"
-[device_types]
-part = {cores = 0.75, memory = "2 GiB"}
-"""
 
 ROWS, DIM, BATCH, SEVERAL = (40_000, 15_000, 6_000, 6_000, 2_000, 2_000, 500, 400), 128, 2048, 4
 BOTTOM, TOP = (13, 512, 256, DIM), (512, 256, 1)
@@ -158,7 +147,7 @@ def main() -> None:
         run_rank(int(sys.argv[1]))
         return
     options = arguments(__doc__ or "", repeats=20)
-    found = said_on_testbed(BED, __file__, options.repeats)
+    found = said_on_testbed(TWO_HOSTS, __file__, options.repeats)
     base, rows = found["seconds"]["first, 1f1b"], []
     for name, (when, schedule) in SIDES.items():
         own = found["seconds"][name]

@@ -17,6 +17,7 @@ from whale.graph.nodes import node_copy
 from whale.graph.values import Value, is_call, operands, value_shape, value_tensor
 from whale.runtime.equal_rows import RowKeys
 from whale.runtime.local_program import LocalCode
+from whale.strategies.traced_call import is_pure
 
 __all__ = ["keys_of"]
 
@@ -111,13 +112,7 @@ def _of_batch(captured: Captured, value: Value) -> list[fx.Node] | None:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether an operator computes nothing but its result, and always the same."""
-    if node.target is operator.getitem:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return (
-        schema is not None and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
-    )
+    return node.target is operator.getitem or is_pure(node)
 
 
 def _is_whole(meta: Mapping[str, object]) -> bool:

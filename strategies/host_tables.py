@@ -22,7 +22,7 @@ from whale.runtime.at_host import AtHost
 from whale.runtime.collectives import Bridge, CollectiveModule, Conversion, Take
 from whale.runtime.local_program import LocalCode, Source
 from whale.strategies.local_graph import LEVELS, Emitter
-from whale.strategies.traced_call import writes
+from whale.strategies.traced_call import is_pure
 
 __all__ = ["computed_at_host", "looked_up", "tables_of"]
 
@@ -227,8 +227,4 @@ def _is_plain(node: fx.Node, emitter: Emitter) -> bool:
         return isinstance(emitter.root.get_submodule(str(node.target)), Take)
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or writes(node):
-        return False
-    if "device" in node.kwargs and node.target is not aten._to_copy.default:
-        return False
-    return torch.Tag.nondeterministic_seeded not in node.target.tags
+    return is_pure(node) and ("device" not in node.kwargs or node.target is aten._to_copy.default)

@@ -43,6 +43,7 @@ __all__ = [
     "run_without_data",
     "sum_without_data",
     "traced",
+    "is_pure",
     "writes",
     "written_to",
 ]
@@ -367,6 +368,12 @@ def writes(node: fx.Node) -> bool:
     """Whether an operator writes to an argument."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a node is an operator that computes nothing but its results, always the same ones."""
+    pure = isinstance(node.target, torch._ops.OpOverload) and not writes(node)
+    return pure and torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
 
 
 def makes_alias(node: fx.Node) -> bool:
