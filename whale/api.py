@@ -50,7 +50,7 @@ from whale.planner.catalog import device_types
 from whale.planner.schedules.orders import SCHEDULES
 from whale.planner.search.constraints import is_kept
 from whale.predict.device_memory import memory_advice
-from whale.predict.peak_memory import Device
+from whale.predict.dry_step import Device
 from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from
 from whale.runtime.cuda_graphs import check_recordable
 from whale.runtime.ending import ELASTIC, end_with_own_code

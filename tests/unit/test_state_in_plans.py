@@ -29,7 +29,8 @@ from whale.planner.cost.estimate import estimate
 from whale.planner.explain import savings
 from whale.planner.search import SearchSettings, StageChoice, evaluate
 from whale.predict.costs import Costs
-from whale.predict.peak_memory import _program, _Trial, brief_peak_memory, peak_memory
+from whale.predict.dry_step import DryStep
+from whale.predict.peak_memory import _program, brief_peak_memory, peak_memory
 from whale.predict.prediction import Predicted, predict
 from whale.predict.traffic import bucket_bytes, traffic
 from whale.strategies.profile import profile_model
@@ -53,7 +54,7 @@ def compiled(annotations: dict[str, Any], ranks: int, state: StateSharding | Non
 
 def counted(compilation: Compilation, rank: int, schedule: str) -> Counter[str]:
     """The collectives that a rank makes for its stretches in a step, by kind, as its executor makes them."""
-    trial = _Trial(compilation, rank, "cpu", None, several=len(compilation.rows) > 1)
+    trial = DryStep(compilation, rank, "cpu", None, several=len(compilation.rows) > 1)
     trial.run(_program(compilation, rank, schedule))
     found: Counter[str] = Counter()
     for held in trial.units:

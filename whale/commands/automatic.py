@@ -35,7 +35,7 @@ from whale.planner.cost.optimizers import Optimizer, costs_of
 from whale.planner.cost.state_shares import fitting_states
 from whale.planner.search import Fixed, SearchSettings
 from whale.planner.search.constraints import fixed_by
-from whale.predict.peak_memory import Device
+from whale.predict.dry_step import Device
 from whale.predict.prediction import predicted_memory
 from whale.runtime.launch import World
 from whale.runtime.store import from_first

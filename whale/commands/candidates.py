@@ -27,7 +27,8 @@ from whale.ir.strategy import RECOMPUTES, Scope, ScopePath, Strategy, parse_stra
 from whale.ir.workload import Prediction, Workload
 from whale.planner.cost.optimizers import Optimizer
 from whale.predict.costs import Costs
-from whale.predict.peak_memory import Device, Known, brief_peak_memory
+from whale.predict.dry_step import Device
+from whale.predict.peak_memory import Known, brief_peak_memory
 from whale.predict.prediction import Predicted, predict
 from whale.strategies.profile import KnownLayers, profile_model
 

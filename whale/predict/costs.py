@@ -20,8 +20,8 @@ from whale.planner.cost.optimizers import Optimizer
 from whale.planner.cost.precision import Precision, executed
 from whale.planner.network.communication import CommunicationCost, collective
 from whale.planner.network.topology import Topology
+from whale.predict.dry_step import Device
 from whale.predict.layer_parts import Part
-from whale.predict.peak_memory import Device
 
 __all__ = ["Costs"]
 

@@ -19,7 +19,8 @@ from whale.ir.units import bytes_text
 from whale.ir.workload import DeviceMemory
 from whale.planner.cost.memory import communicator_bytes, framework_bytes, wasted_share
 from whale.planner.cost.optimizers import Optimizer
-from whale.predict.peak_memory import Device, PeakMemory, brief_peak_memory
+from whale.predict.dry_step import Device
+from whale.predict.peak_memory import PeakMemory, brief_peak_memory
 from whale.strategies.dry_run import like_ranks
 from whale.strategies.host_tables import tables_of
 

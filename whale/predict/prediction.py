@@ -23,8 +23,9 @@ from whale.planner.simulation.simulate import simulate_alike
 from whale.planner.simulation.timeline import Timeline
 from whale.predict.costs import Costs
 from whale.predict.device_memory import bytes_of_communicators, device_memory, peak_memories
+from whale.predict.dry_step import Device
 from whale.predict.layer_parts import stage_layers
-from whale.predict.peak_memory import Device, PeakMemory, brief_peak_memory, peak_memory
+from whale.predict.peak_memory import PeakMemory, brief_peak_memory, peak_memory
 from whale.predict.workload import workload_of
 
 __all__ = ["Predicted", "predict", "predicted_memory"]
