@@ -31,7 +31,7 @@ from whale.planner.explain import explain, savings
 from whale.planner.simulation.simulate import simulate
 from whale.predict.costs import Costs
 from whale.predict.peak_memory import Known, brief_peak_memory, peak_memory
-from whale.predict.workload import Backward
+from whale.predict.reductions import Backward
 from whale.strategies.profile import profile_model
 
 pytestmark = pytest.mark.usefixtures("traces")

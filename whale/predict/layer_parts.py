@@ -6,8 +6,9 @@ no bytes and no cluster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from whale.compile.compilation import Compilation
@@ -18,7 +19,7 @@ from whale.ir.strategy import Recompute, RegionRole, divides_batch, shards_opera
 from whale.strategies.layout import unit_shares
 from whale.strategies.lowering import PlacedStage
 
-__all__ = ["Part", "StageLayers", "stage_layers"]
+__all__ = ["Part", "StageLayers", "layer_finder", "stage_layers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,3 +130,16 @@ def _parts(
         parts = {both: part(*both, coordinates) for both in dict.fromkeys(roles)}
         found[rank] = tuple(parts[both] for both in roles)
     return found
+
+
+def layer_finder(paths: Sequence[str]) -> Callable[[str], int]:
+    """The layer of a parameter, the one with the longest path that it begins with; -1 for none."""
+    positions = {path: layer for layer, path in reversed(list(enumerate(paths))) if path}
+
+    @cache
+    def layer_of(name: str) -> int:
+        while name and name not in positions:
+            name = name.rpartition(".")[0]
+        return positions.get(name, -1)
+
+    return layer_of
