@@ -25,7 +25,8 @@ from torch.nn import functional
 
 import whale
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster
 from whale.runtime.random import RNGPosition
 

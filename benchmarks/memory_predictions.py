@@ -31,7 +31,8 @@ from torch.optim import AdamW
 import whale
 from tests.distributed.parity import cluster_of, worlds
 from whale.cli.model_loader import load_model
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.state import StateSharding

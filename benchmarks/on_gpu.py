@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 import whale
 from whale.cli.model_loader import load_model
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster
 from whale.predict.peak_memory import peak_memory
 

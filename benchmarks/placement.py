@@ -18,7 +18,8 @@ import torch
 from lowering_175b import GPT
 
 import whale
-from whale.compile.compile import Options, _place_stages, _request, _rows
+from whale.compile.compile import _place_stages, _request, _rows
+from whale.compile.options import Options
 from whale.graph.capture import Captured, capture
 from whale.graph.partition import Partition, partition
 from whale.graph.values import resolve

@@ -43,7 +43,8 @@ from testbed import Description, Testbed
 from torch import Tensor, nn
 
 import whale
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types, device_types_with

@@ -44,7 +44,7 @@ from whale.cli.search import SearchedModel, search
 from whale.commands.plan_writer import Choice, PlanWriter, Trial
 from whale.commands.searching import Searched, search_plans, settings_for
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options
+from whale.compile.options import Options
 from whale.errors import InfeasibleError, ScheduleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.planner.catalog import device_types

@@ -33,7 +33,7 @@ from hunt_rivals import Makers, Mesh, random_meshes, simple_meshes
 from whale.cli.model_loader import load_model
 from whale.cli.search import SearchedModel, search
 from whale.commands.plan_writer import Choice, PlanWriter, Trial
-from whale.compile.compile import Options
+from whale.compile.options import Options
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.planner.catalog import device_types

@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import whale
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.predict.traffic import traffic
 
 EXPERTS, HIDDEN, INNER, ROWS, LENGTH = 8, 256, 512, 8, 64

@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn import functional
 
 import whale
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.predict.peak_memory import peak_memory
 from whale.predict.traffic import traffic
 

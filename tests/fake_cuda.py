@@ -22,7 +22,8 @@ from torch import fx
 
 import whale
 from whale.cli.model_loader import LoadedModel, load_model
-from whale.compile.compile import Options, compile_traced
+from whale.compile.compile import compile_traced
+from whale.compile.options import Options
 from whale.compile.trace import Traced, trace
 from whale.ir.cluster import Cluster
 from whale.runtime.random import RNGPosition

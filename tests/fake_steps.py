@@ -32,7 +32,8 @@ from tests.fake_cuda import compiled, small, traced_on
 from whale.annotations import annotate, module_scopes
 from whale.compile.assembly import assemble
 from whale.compile.communicators import Communicator, communicators, message_ranks
-from whale.compile.compile import Options, compile_traced
+from whale.compile.compile import compile_traced
+from whale.compile.options import Options
 from whale.compile.rank_step import rank_step
 from whale.compile.row_shares import row_shares
 from whale.compile.trace import Traced, trace

@@ -11,7 +11,8 @@ from torch import nn
 
 import whale
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster
 from whale.runtime.collectives import Bridge
 from whale.strategies import sharding

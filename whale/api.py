@@ -32,7 +32,8 @@ from whale.arguments import (
 from whale.commands.automatic import automatic_plan, with_least_memory
 from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
 from whale.compile.communicators import communicators
-from whale.compile.compile import Options, compile_traced
+from whale.compile.compile import compile_traced
+from whale.compile.options import Options
 from whale.compile.trace import precision_of, trace
 from whale.detection import alike, detect, detect_unlike, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, PlanMismatchError, UsageError

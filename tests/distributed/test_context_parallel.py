@@ -19,7 +19,8 @@ from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.small_models import decoder
 from tests.small_models import tokens as some_tokens
 from whale import replicate, split, stage
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster
 from whale.predict.peak_memory import peak_memory
 from whale.runtime.launch import World

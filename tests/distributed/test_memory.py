@@ -17,7 +17,8 @@ from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.traces import shared
 from tests.small_models import Decoder, decoder, tokens
 from whale import replicate, split, stage
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.state import StateSharding

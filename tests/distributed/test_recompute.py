@@ -26,7 +26,8 @@ from tests.distributed import spatial
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import LAYOUTS, Two
 from tests.small_models import Block, decoder, tokens
-from whale.compile.compile import Options, compile_traced
+from whale.compile.compile import compile_traced
+from whale.compile.options import Options
 from whale.compile.trace import trace
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan

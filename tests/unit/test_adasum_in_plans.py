@@ -14,7 +14,7 @@ from tests.unit.test_traffic import compiled
 from whale.cli.model_loader import load_model
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.plan_writer import PlanWriter
-from whale.compile.compile import Options
+from whale.compile.options import Options
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.ir.adasum import levels
 from whale.ir.plan import Plan, PlanStage

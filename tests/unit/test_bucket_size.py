@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import whale
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.compile.placed_like import placed_like
 from whale.compile.trace import trace
 from whale.ir.cluster import Cluster, Link

@@ -10,7 +10,8 @@ import torch
 import whale
 from tests.small_models import decoder, tokens
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.compile.rank_step import rank_step
 from whale.ir.cluster import Cluster
 from whale.predict.peak_memory import peak_memory

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 import whale
 from tests.distributed import spatial, zoo
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster
 from whale.ir.placement import unit_ranges
 from whale.runtime.attention import CausalRows, _has_flash, has_kernel

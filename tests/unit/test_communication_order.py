@@ -20,7 +20,8 @@ from whale.annotations import module_scopes
 from whale.compile.assembly import assemble
 from whale.compile.communicators import PURPOSES, Communicator, communicators, message_ranks, start_up
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_traced
+from whale.compile.compile import compile_traced
+from whale.compile.options import Options
 from whale.compile.rank_step import rank_step
 from whale.compile.trace import Traced, trace
 from whale.errors import ScheduleError

@@ -11,7 +11,8 @@ from tests.small_models import decoder, tokens
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.plan_writer import PlanWriter
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.planner.catalog import device_types
 from whale.planner.cost.memory import FRAMEWORK_BYTES, communicator_bytes, framework_bytes

@@ -15,7 +15,7 @@ from whale.cli.model_loader import load_model
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.planning import make_plan
 from whale.commands.searching import Searched, search_plans
-from whale.compile.compile import Options
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import LayerVariant, ModelProfile
 from whale.planner.cost.configuration import Configuration

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 import whale
 from tests.distributed import spatial, zoo
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.errors import AnnotationError, InfeasibleError
 from whale.ir.cluster import Cluster
 from whale.ir.placement import Cut, Segment, unit_ranges

@@ -16,7 +16,8 @@ import whale
 from whale.annotations import annotate
 from whale.commands.tables import placed_tables
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_traced
+from whale.compile.compile import compile_traced
+from whale.compile.options import Options
 from whale.compile.trace import trace
 from whale.errors import AnnotationError, UsageError
 from whale.graph.values import value_shape

@@ -16,7 +16,8 @@ from tests.small_models import Block, decoder, tokens
 from whale import replicate, split, stage
 from whale.cli.model_loader import load_model
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_traced
+from whale.compile.compile import compile_traced
+from whale.compile.options import Options
 from whale.compile.trace import trace
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.predict.peak_memory import PeakMemory, brief_peak_memory

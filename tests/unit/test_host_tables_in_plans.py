@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import whale
 from whale.commands.planning import make_plan
-from whale.compile.compile import Options, compile_traced
+from whale.compile.compile import compile_traced
+from whale.compile.options import Options
 from whale.compile.trace import trace
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, DeviceType, HostMemory, Link

@@ -14,7 +14,8 @@ from whale import replicate, split, stage
 from whale.cli.model_loader import load_model
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.searching import Searched, search_plans
-from whale.compile.compile import Options, compile_model, compile_traced
+from whale.compile.compile import compile_model, compile_traced
+from whale.compile.options import Options
 from whale.compile.trace import trace
 from whale.errors import AnnotationError, InfeasibleError, PlanMismatchError
 from whale.ir.cluster import Cluster, DeviceType, HostMemory, Link

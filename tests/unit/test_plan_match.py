@@ -13,7 +13,8 @@ import whale
 from tests.small_models import decoder, tokens
 from tests.workloads import chain_workload
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.compile.trace import trace
 from whale.errors import PlanMismatchError
 from whale.ir.cluster import Cluster, DeviceType

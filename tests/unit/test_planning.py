@@ -19,7 +19,8 @@ from whale import replicate, split, stage
 from whale.cli.app import app
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.planning import Planned, make_plan, stage_annotations
-from whale.compile.compile import Options, compile_model, compile_traced
+from whale.compile.compile import compile_model, compile_traced
+from whale.compile.options import Options
 from whale.compile.trace import trace
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link

@@ -16,7 +16,7 @@ from tests.unit.test_search_memory import SIZES, compare, stages
 from whale.cli.app import app
 from whale.cli.model_loader import load_model
 from whale.commands.candidates import CandidateCompiler
-from whale.compile.compile import Options
+from whale.compile.options import Options
 from whale.errors import UsageError
 from whale.graph.capture import capture
 from whale.ir.cluster import Cluster

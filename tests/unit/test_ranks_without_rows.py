@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster
 
 

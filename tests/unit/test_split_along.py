@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import whale
 from tests.distributed import spatial
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.errors import AnnotationError, InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan, PlanAxis, PlanStage

@@ -17,7 +17,8 @@ from whale import replicate, split, stage
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.searching import Searched, search_plans
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan

@@ -11,7 +11,8 @@ from tests.chains import card, chain, layer, machines
 from tests.small_models import decoder, tokens
 from whale.annotations import Annotation, module_scopes
 from whale.commands.candidates import CandidateCompiler, scopes_by
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.errors import UsageError
 from whale.graph.capture import capture
 from whale.graph.partition import partition

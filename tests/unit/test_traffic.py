@@ -11,7 +11,8 @@ from tests.distributed.zoo import trunk_and_head
 from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster
 from whale.predict.traffic import Message, traffic
 

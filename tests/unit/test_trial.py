@@ -16,7 +16,7 @@ from whale.commands.candidates import CandidateCompiler
 from whale.commands.planning import make_plan
 from whale.commands.searching import Searched, search_plans
 from whale.commands.shared import available_cores
-from whale.compile.compile import Options
+from whale.compile.options import Options
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import ClusterIdentity, Plan, PlanAxis, PlanStage

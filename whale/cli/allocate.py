@@ -103,7 +103,7 @@ def _captured(job: Job, folder: Path, cluster: Cluster, batch: int) -> SearchedM
     """The model of a job, whose file is found from the folder of the jobs' file."""
     from whale.cli.model_loader import load_model
     from whale.cli.search import SearchedModel
-    from whale.compile.compile import Options
+    from whale.compile.options import Options
 
     assert job.model is not None
     spec = job.model if job.model.startswith("hf:") else str(folder / job.model)

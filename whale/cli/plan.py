@@ -166,7 +166,7 @@ def plan(
     from whale.annotations import module_scopes
     from whale.commands.automatic import cut_degrees
     from whale.commands.planning import make_plan, stage_annotations
-    from whale.compile.compile import Options
+    from whale.compile.options import Options
     from whale.graph.capture import batch_rows
     from whale.ir.plan import PlanAxis, PlanStage
     from whale.planner.balance.by_speed import pipeline_by_speed

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from whale.commands.candidates import CandidateCompiler
     from whale.commands.plan_writer import Choice
     from whale.commands.searching import Searched
-    from whale.compile.compile import Options
+    from whale.compile.options import Options
     from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
     from whale.planner.search import Fixed, Memo, Progress, SearchSettings
@@ -211,7 +211,7 @@ def search(
         precision_named(precision).refuse_without(device.type for device in chosen.cluster.devices)
     model = None
     if spec is not None:
-        from whale.compile.compile import Options
+        from whale.compile.options import Options
 
         loaded = load_model(spec, parse_settings(settings), batch_size=cases[-1].batch, device="meta")
         rules = recompute not in ("auto", "none")

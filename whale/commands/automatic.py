@@ -20,7 +20,8 @@ from whale.commands.candidates import CandidateCompiler, take_scopes
 from whale.commands.least_offload import offload_that_fits
 from whale.commands.searching import search_plans
 from whale.commands.tables import placed_choices
-from whale.compile.compile import Options, compile_traced, offloads_told, states_of
+from whale.compile.compile import compile_traced
+from whale.compile.options import Options, offloads_told, states_of
 from whale.compile.trace import Traced
 from whale.errors import InputFileError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows

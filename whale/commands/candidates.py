@@ -15,7 +15,8 @@ from torch import nn
 
 from whale.annotations import Annotation, annotate, forget, module_scopes
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_traced
+from whale.compile.compile import compile_traced
+from whale.compile.options import Options
 from whale.compile.trace import precision_of, trace
 from whale.errors import UsageError
 from whale.graph.capture import Captured

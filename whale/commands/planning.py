@@ -21,7 +21,8 @@ from whale.annotations import Annotation, annotate
 from whale.commands.least_offload import offload_that_fits
 from whale.commands.plan_writer import shortage_of
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_traced, offloads_told, states_of
+from whale.compile.compile import compile_traced
+from whale.compile.options import Options, offloads_told, states_of
 from whale.compile.trace import trace
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.micro_batches import rows_of_micro_batch

@@ -16,8 +16,9 @@ from whale.compile.any_size import AnySize, PlacedStep, TracingAndPlacing
 from whale.compile.assembly import assemble
 from whale.compile.communicators import ON_HOSTS, PURPOSES, Communicator, communicators, message_ranks
 from whale.compile.compilation import Compilation
-from whale.compile.compile import Options, compile_traced, local_tensors, rows_of
+from whale.compile.compile import compile_traced, local_tensors, rows_of
 from whale.compile.kernels import compiled_kernels, kernels_of_inductor, run_alone
+from whale.compile.options import Options
 from whale.compile.placed_like import placed_like
 from whale.compile.rank_step import RankStep, rank_step
 from whale.compile.row_shares import batch_leaf_names, row_shares

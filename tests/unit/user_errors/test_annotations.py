@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import whale
 from tests.refusals import Launched, compiles, refused
 from tests.small_models import Decoder, decoder
-from whale.compile.compile import Options, compile_model
+from whale.compile.compile import compile_model
+from whale.compile.options import Options
 from whale.errors import AnnotationError, InfeasibleError
 from whale.ir.cluster import Cluster
 
