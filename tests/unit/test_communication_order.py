@@ -31,12 +31,12 @@ from whale.ir.cluster import Cluster
 from whale.ir.program import Compute, Gather, Program, Reduce, Send, SumLoss
 from whale.ir.state import StateSharding
 from whale.runtime.collectives import CollectiveModule, DryGroup
-from whale.runtime.engine import gather_calls
 from whale.runtime.failure import Failures
 from whale.runtime.launch import families
 from whale.runtime.messages import CoalescedMessages, Messages
 from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
+from whale.runtime.shards import gather_calls
 from whale.strategies.derivatives import with_derivatives
 from whale.strategies.dry_run import WithoutData, dry_run
 

@@ -35,7 +35,7 @@ from whale.ir.program import Direction, Edge, Returns
 from whale.runtime.agreement import ints_of_all
 from whale.runtime.attributes import Changes, Sources
 from whale.runtime.cuda_graphs import recorder_of
-from whale.runtime.engine import COMPARED_EACH, FIRST_COMPARED, CompiledStep, Engine, Modes, Shard
+from whale.runtime.engine import COMPARED_EACH, FIRST_COMPARED, CompiledStep, Engine, Modes
 from whale.runtime.groups import Groups
 from whale.runtime.initial_values import InitialValues
 from whale.runtime.launch import World
@@ -47,6 +47,7 @@ from whale.runtime.owned import HeldTensors, HeldUnit
 from whale.runtime.precision import LossScaler
 from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
+from whale.runtime.shards import Shard
 from whale.runtime.step_in_backward import StepInBackward
 from whale.runtime.store import Board
 

@@ -27,10 +27,10 @@ from whale.ir.placement import Placement, Segment
 from whale.ir.program import Edge, Program, ReduceSpec, StageSpec, project, project_rank
 from whale.ir.schedule import Order, peak_in_flight
 from whale.planner.assignment.assign import Assignment
-from whale.runtime.engine import Shard
 from whale.runtime.local_program import LocalProgram
 from whale.runtime.owned import Unit, rows_of
 from whale.runtime.random import RNGPosition
+from whale.runtime.shards import Shard
 from whale.strategies.analysis import Analysis
 from whale.strategies.dry_run import EarlySum, calls_as_text, check_stage, like_ranks, stage_calls
 from whale.strategies.folding import Fold, folded

@@ -36,8 +36,8 @@ from whale.planner.assignment.from_plan import place_as_planned
 from whale.planner.cost.precision import DTYPES
 from whale.planner.schedules.orders import schedule_order
 from whale.planner.simulation.simulate import check_workload, p2p_seconds, task_seconds
-from whale.runtime.engine import Shard
 from whale.runtime.owned import Unit
+from whale.runtime.shards import Shard
 from whale.strategies.analysis import Analysis
 from whale.strategies.bridge_prices import GLOO, Prices
 from whale.strategies.casts import read_as

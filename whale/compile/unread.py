@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from whale.compile.compilation import Compilation, StoredForm
 from whale.errors import UsageError
-from whale.runtime.engine import Shard
+from whale.runtime.shards import Shard
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["check_places", "forms_of_unread", "unread_bytes"]

@@ -29,9 +29,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from whale.errors import UsageError
 from whale.runtime.checkpoints import attend_checkpoints
 from whale.runtime.elsewhere import Elsewhere
-from whale.runtime.engine import Engine, Shard
+from whale.runtime.engine import Engine
 from whale.runtime.launch import World
 from whale.runtime.shard_tensor import ShardTensor
+from whale.runtime.shards import Shard
 from whale.runtime.stage import part
 from whale.runtime.step_in_backward import twin_of, twins
 
