@@ -54,18 +54,20 @@ class Problem:
         return f"whale search --model {self.model} {sets} --cluster c.toml --batch {self.batch}{precision}"
 
 
-def drawn(seed: int, number: int) -> Problem:
-    """The problem of a *number* under a *seed*, whatever the others are."""
+def drawn(seed: int, number: int, *, regions: bool = False) -> Problem:
+    """The problem of a *number* under a *seed*, whatever the others are; with *regions* its nodes are in two, with slow
+    links between these, if there are several."""
     numbers = random.Random(f"{seed}:{number}")
     model = numbers.choice([*BUILDERS, *HUGGING_FACE])
     name = model if model in HUGGING_FACE else f"{EXAMPLES / model}.py:{model}"
     draw = HUGGING_FACE.get(model) or BUILDERS[model]
+    settings, cluster = draw(numbers), _cluster(numbers)
     return Problem(
         seed=seed,
         number=number,
         model=name,
-        settings=draw(numbers),
-        cluster=_cluster(numbers),
+        settings=settings,
+        cluster=_in_regions(cluster, random.Random(f"{seed}:{number}:regions")) if regions else cluster,
         batch=numbers.choice(BATCHES),
         precision=numbers.choice([None, None, None, "fp16"]),
     )
@@ -233,3 +235,20 @@ def _cluster(numbers: random.Random) -> str:
         if links:
             lines.append(f"links = {{{', '.join(links)}}}")
     return "\n".join(lines) + "\n"
+
+
+def _in_regions(cluster: str, numbers: random.Random) -> str:
+    """A cluster file with its first nodes in one region and the others in another."""
+    links, *nodes = cluster.split("[[nodes]]\n")
+    if len(nodes) == 1:
+        count, *rest = nodes[0].split("\n", 1)
+        total = int(count.removeprefix("count = "))
+        first = numbers.randint(1, max(1, total - 1))
+        nodes = [f"count = {part}\n{rest[0]}" for part in (first, total - first) if part]
+    if len(nodes) == 1:
+        return cluster
+    between = numbers.choice(("1 Gbit/s", "10 Gbit/s", "100 Gbit/s", "1600 Gbit/s")), numbers.choice((1, 5, 20, 60))
+    links += f'inter_region = {{bandwidth = "{between[0]}", latency = "{between[1]} ms"}}\n'
+    border = numbers.randint(1, len(nodes) - 1)
+    placed = [f'{one}region = "{"north" if place < border else "south"}"\n' for place, one in enumerate(nodes)]
+    return "[[nodes]]\n".join([links, *placed])

@@ -2,6 +2,7 @@
 
     python benchmarks/search_hunt.py --cases 200 --seed 1 --jobs 2
     python benchmarks/search_hunt.py --seed 1 --case 17     # one of them, in full
+    python benchmarks/search_hunt.py --cases 100 --regions  # with nodes in two regions
 
 A case is searched as ``whale search`` does. Its rivals are data parallelism over all devices and over those of a type,
 tensor parallelism within nodes with replicas or a pipeline across them, one stage a node, one stage a device, random
@@ -74,16 +75,23 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first problem")
     parser.add_argument("--case", type=int, help="this problem alone, with its rivals in full")
     parser.add_argument("--seconds-per-case", type=float, default=20.0, help="for rivals, beside the search")
+    parser.add_argument("--regions", action="store_true", help="nodes are in two regions with slow links between them")
     parser.add_argument("--jobs", type=int, default=1, help="problems at a time")
     parser.add_argument("--keep", type=Path, help="keep the results of problems there, and go on from what it has")
     parser.add_argument("--write", metavar="DATE", default="", help="write the results to benchmarks/results, dated so")
     options = parser.parse_args()
     if options.case is not None:
-        print(json.dumps(hunted((options.seed, options.case, options.seconds_per_case, True)), indent=2))
+        print(
+            json.dumps(
+                hunted((drawn(options.seed, options.case, regions=options.regions), options.seconds_per_case, True)),
+                indent=2,
+            )
+        )
         return
     known = _kept(options.keep)
     wanted = range(options.first, options.first + options.cases)
-    tasks = [(options.seed, number, options.seconds_per_case, False) for number in wanted if number not in known]
+    problems = (drawn(options.seed, number, regions=options.regions) for number in wanted if number not in known)
+    tasks = [(problem, options.seconds_per_case, False) for problem in problems]
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.jobs, maxtasksperchild=10) as pool:
         for result in pool.imap_unordered(hunted, tasks):
@@ -93,9 +101,15 @@ def main() -> None:
                 with options.keep.open("a") as file:
                     file.write(json.dumps(result) + "\n")
     results = [known[number] for number in wanted]
-    command = f"python benchmarks/search_hunt.py --cases {options.cases} --seed {options.seed}"
+    where = " --regions" if options.regions else ""
+    command = f"python benchmarks/search_hunt.py --cases {options.cases} --seed {options.seed}{where}"
     options.repeats = 1
-    report(f"search_hunt_seed{options.seed}", options, _summary(results), command=command)
+    report(
+        f"search_hunt{'_regions' if options.regions else ''}_seed{options.seed}",
+        options,
+        _summary(results),
+        command=command,
+    )
 
 
 def _kept(path: Path | None) -> dict[int, dict[str, Any]]:
@@ -107,13 +121,12 @@ def _kept(path: Path | None) -> dict[int, dict[str, Any]]:
 # --- a case -----------------------------------------------------------------------------------------------------------
 
 
-def hunted(task: tuple[int, int, float, bool]) -> dict[str, Any]:
+def hunted(task: tuple[Problem, float, bool]) -> dict[str, Any]:
     """The outcome of a problem; its ``outcome`` is ok, crash, refused, wrongly refused or unlike."""
-    seed, number, seconds, full = task
+    problem, seconds, full = task
     warnings.filterwarnings("ignore")
-    problem = drawn(seed, number)
     began = time.process_time()
-    found: dict[str, Any] = {"number": number, "command": problem.command, "cluster": problem.cluster}
+    found: dict[str, Any] = {"number": problem.number, "command": problem.command, "cluster": problem.cluster}
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             found |= _hunted(problem, seconds, full)
