@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from whale.ir.cluster import Cluster
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, PlanStage
 from whale.ir.ranks import write_ranks
 from whale.planner.report.markup import short
 
-__all__ = ["ranks_text", "stages_of", "stages_text", "type_of_name", "types_of"]
+__all__ = ["decision_columns", "ranks_text", "shares_text", "stages_of", "stages_text", "type_of_name", "types_of"]
 
 
 def types_of(plan: Plan, cluster: Cluster | None) -> Mapping[int, str]:
@@ -64,3 +64,33 @@ def ranks_text(ranks: Sequence[int], most: int = 40) -> str:
     """
     word = "rank " if len(ranks) == 1 else "ranks "
     return word + short(", ".join(map(str, write_ranks(sorted(ranks)))), most)
+
+
+def decision_columns(stages: Sequence[PlanStage]) -> dict[str, list[str]]:
+    """The decisions of stages besides devices and meshes, in words, by name: those that any of them has.
+
+    >>> decision_columns([PlanStage(ranks=(0,), recompute="full"), PlanStage(ranks=(1,), distinct=0.25)])
+    {'recompute': ['full', 'none'], 'distinct': ['all', '0.25']}
+    """
+    columns: dict[str, list[str]] = {
+        "recompute": [stage.recompute or "none" for stage in stages],
+        "zero": [
+            "0" if stage.state is None else f"{stage.state.level}{shares_text(stage.state.shares)}" for stage in stages
+        ],
+        "offload": [stage.offload or "none" for stage in stages],
+        "reduce": [stage.reduce or "mean" for stage in stages],
+        "distinct": ["all" if stage.distinct is None else f"{stage.distinct:g}" for stage in stages],
+    }
+    usual = {"zero": "0", "reduce": "mean", "distinct": "all"}
+    return {name: found for name, found in columns.items() if {*found} != {usual.get(name, "none")}}
+
+
+def shares_text(shares: Sequence[float]) -> str:
+    """Shares that are not equal, in parentheses.
+
+    >>> shares_text((1, 0.5)), shares_text(())
+    (' (1:0.5)', '')
+    """
+    if not shares:
+        return ""
+    return f" ({':'.join(f'{share:g}' for share in shares[:8])}{':...' if len(shares) > 8 else ''})"

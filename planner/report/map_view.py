@@ -14,7 +14,7 @@ from whale.ir.plan import Plan, PlanStage
 from whale.ir.ranks import write_ranks
 from whale.planner.report.alike import Alike, alike
 from whale.planner.report.colours import stage_colour, text_on
-from whale.planner.report.labels import ranks_text, stages_text
+from whale.planner.report.labels import decision_columns, ranks_text, stages_text
 from whale.planner.report.markup import Markup, element, picture, short, table
 
 __all__ = ["map_view", "places_of", "stage_table"]
@@ -270,10 +270,11 @@ def _about(box: Alike[_Device]) -> str:
 
 
 def stage_table(plan: Plan, stages: Sequence[Sequence[int]], types: Mapping[int, str]) -> Markup:
-    """The stages in a table: layers, devices and mesh."""
+    """The stages in a table: layers, devices, mesh, and other decisions that any stage has."""
     planned = plan.stages or [PlanStage(ranks=tuple(ranks)) for ranks in stages]
     keys = [key for key, texts in plan.annotations.items() if texts[0].startswith("stage")]
     named = len(keys) == len(planned)
+    decided = decision_columns(planned)
     rows = []
     for index, stage in enumerate(planned[:MOST_STAGES]):
         colour = stage_colour(index, len(planned))
@@ -289,10 +290,11 @@ def stage_table(plan: Plan, stages: Sequence[Sequence[int]], types: Mapping[int,
                 short(", ".join(map(str, write_ranks(stage.ranks))), 60),
                 short(", ".join(f"{count} {name}" for name, count in counts.items()), 60),
                 _mesh(stage),
+                *(column[index] for column in decided.values()),
             ]
         )
     caption = "Stages" + (f" (the first {MOST_STAGES} of {len(planned)})" if len(planned) > MOST_STAGES else "")
-    return table(caption, ["stage", "from module", "ranks", "devices", "mesh and shares"], rows)
+    return table(caption, ["stage", "from module", "ranks", "devices", "mesh and shares", *decided], rows)
 
 
 def _mesh(stage: PlanStage) -> str:

@@ -20,7 +20,8 @@ from click.testing import CliRunner
 from tests.report_plans import FAST, SLOW, large_plan, mixed_cluster, mixed_plan, search_record
 from tests.workloads import chain_workload
 from whale.cli.app import app
-from whale.ir.plan import Plan, PlanStage
+from whale.cli.plan_text import stage_table
+from whale.ir.plan import Plan, PlanStage, PlanState
 from whale.ir.search_record import RecordedPoint, SearchRecord
 from whale.ir.workload import DeviceMemory, Workload
 from whale.planner.explain import explain
@@ -65,6 +66,28 @@ def simulated(plan: Plan) -> dict[str, Any]:
 
 def widths(page: Page, name: str) -> float:
     return sum(float(attributes["width"]) for attributes in page.of_class(name))
+
+
+# --- the stages -------------------------------------------------------------------------------------------------------
+
+
+def test_tables_of_stages_have_a_column_for_each_decision_that_any_has() -> None:
+    plan = mixed_plan()
+    usual = [{"recompute": "none", "reduce": "mean"}, *({} for _ in plan.stages[1:])]
+    others: list[dict[str, Any]] = [{"recompute": "full", "reduce": "adasum"}, {"offload": "state", "distinct": 0.3}]
+    others[1]["state"] = PlanState(level=1)
+    others += [{} for _ in plan.stages[2:]]
+    for given, names in ((usual, []), (others, ["recompute", "zero", "offload", "reduce", "distinct"])):
+        stages = [stage.model_copy(update=own) for stage, own in zip(plan.stages, given, strict=True)]
+        changed = plan.model_copy(update={"stages": tuple(stages)})
+        page = Page(report_page(changed, **simulated(plan), cluster=mixed_cluster()))
+        heads = page.words("th")
+        after = heads.index("mesh and shares") + 1
+        assert heads[after : after + len(names)] == names
+        assert not {"recompute", "zero", "offload", "reduce", "distinct"} - set(names) & set(heads)
+        assert plan.prediction is not None and plan.workload is not None
+        head = stage_table(changed, plan.prediction, plan.workload, mixed_cluster()).splitlines()[0]
+        assert head.split("mesh")[1].split("a micro-batch")[0].split() == names
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -11,22 +11,21 @@ from whale.ir.units import bytes_text, counted, time_text
 
 if TYPE_CHECKING:
     from whale.ir.cluster import Cluster
-    from whale.ir.plan import Plan, PlanState
+    from whale.ir.plan import Plan
     from whale.ir.workload import DeviceMemory, Prediction, Workload
 
 __all__ = ["command", "fullest", "memory_text", "stage_table", "step_lines"]
 
 
 def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster: Cluster) -> str:
-    """A row for each stage: its ranks, devices, mesh, rule of recompute, state and offload if any has one, time and
-    fullest device."""
+    """A row for each stage: its ranks, devices, mesh, other decisions that any stage has, time and fullest device."""
+    from whale.planner.report.labels import decision_columns, shares_text
+
     memory = {device.rank: device for device in prediction.memory}
-    ruled = any(stage.recompute not in (None, "none") for stage in plan.stages)
-    divided = any(stage.state is not None and stage.state.level for stage in plan.stages)
-    hosted = any(stage.offload not in (None, "none") for stage in plan.stages)
+    decided = decision_columns(plan.stages)
     rows = []
     for index, (stage, work) in enumerate(zip(plan.stages, workload.stages, strict=True)):
-        axes = [f"{axis.name} {axis.size}{_shares(axis.shares)}" for axis in stage.axes or ()]
+        axes = [f"{axis.name} {axis.size}{shares_text(axis.shares)}" for axis in stage.axes or ()]
         tasks = [ahead + back for ahead, back in zip(work.forward, work.backward, strict=True)]
         types = dict.fromkeys(cluster.devices[rank].type.name for rank in stage.ranks)
         rows.append(
@@ -35,20 +34,12 @@ def stage_table(plan: Plan, prediction: Prediction, workload: Workload, cluster:
                 _ranks(stage.ranks),
                 ", ".join(types),
                 "; ".join(axes) or "one device",
-                *([stage.recompute or "none"] if ruled else []),
-                *([_state(stage.state)] if divided else []),
-                *([stage.offload or "none"] if hosted else []),
+                *(column[index] for column in decided.values()),
                 time_text(max(tasks)),
                 memory_text(fullest([memory[rank] for rank in stage.ranks if rank in memory])),
             ]
         )
-    more = [*(["recompute"] if ruled else []), *(["zero"] if divided else []), *(["offload"] if hosted else [])]
-    return text_table("", ["stage", "ranks", "devices", "mesh", *more, "a micro-batch", "fullest device"], rows)
-
-
-def _state(state: PlanState | None) -> str:
-    """How a stage divides its state: its level, and shares that are not equal."""
-    return "0" if state is None else f"{state.level}{_shares(state.shares)}"
+    return text_table("", ["stage", "ranks", "devices", "mesh", *decided, "a micro-batch", "fullest device"], rows)
 
 
 def step_lines(plan: Plan, prediction: Prediction) -> list[str]:
@@ -111,13 +102,6 @@ def fullest(memory: list[DeviceMemory]) -> DeviceMemory:
 def memory_text(device: DeviceMemory) -> str:
     """Bytes of a device, and their fraction of its capacity."""
     return f"{bytes_text(device.total)} ({device.total / device.capacity:.0%})"
-
-
-def _shares(shares: tuple[float, ...]) -> str:
-    if not shares:
-        return ""
-    shown = ":".join(f"{share:g}" for share in shares[:8])
-    return f" ({shown}{':...' if len(shares) > 8 else ''})"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
