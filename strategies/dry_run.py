@@ -42,10 +42,12 @@ __all__ = [
     "WithoutData",
     "calls_as_text",
     "check_stage",
-    "forward_without_data",
     "dry_run",
+    "forward_without_data",
+    "key_of_call",
     "like_ranks",
     "noting_calls",
+    "returns_its_own",
     "stage_calls",
     "stage_without_data",
     "tensors_in",
@@ -257,7 +259,7 @@ class WithoutData(TorchDispatchMode):
         if func in _SUMS and any(isinstance(x, Tensor) and x.is_sparse for x in args[:2]):  # torch needs their data
             dense = next((x for x in args[:2] if not x.is_sparse), args[0])
             return args[0] if func is aten.add_.Tensor else dense.clone()
-        known = _known_results(func, args, kwargs) if _returns_its_own(func) else None
+        known = _known_results(func, args, kwargs) if returns_its_own(func) else None
         return func(*args, **kwargs) if known is None else known
 
 
@@ -285,17 +287,23 @@ class _Items(NamedTuple):
 
 def _known_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Tensors of the shapes that an operator returns, cached for equal arguments; None if it must be run."""
-    try:
-        named = tuple((name, _shaped(x)) for name, x in kwargs.items())
-        given = tuple(map(_shaped, args))
-    except _SparseError:
-        return None
-    found = _results(func, given, named, torch.get_default_dtype())
+    key = key_of_call(func, args, kwargs)
+    found = None if key is None else _results(*key)
     if found is None:
         return None
     kind, shapes = found
     blanks = [None if shape is None else shape.blank() for shape in shapes]
     return blanks[0] if kind is Tensor else kind(blanks)
+
+
+def key_of_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """A cache key of a call of an operator, equal for tensors of equal shapes, strides and dtypes; None if one is
+    sparse."""
+    try:
+        named = tuple((name, _shaped(x)) for name, x in kwargs.items())
+        return func, tuple(map(_shaped, args)), named, torch.get_default_dtype()
+    except _SparseError:
+        return None
 
 
 @lru_cache(maxsize=65536)
@@ -346,7 +354,7 @@ def _unshaped(x: Any) -> Any:
 
 
 @cache
-def _returns_its_own(func: Any) -> bool:
+def returns_its_own(func: Any) -> bool:
     """Whether an operator mutates none of its arguments and returns no alias of them."""
     return all(x.alias_info is None for x in (*func._schema.arguments, *func._schema.returns))
 

@@ -116,7 +116,6 @@ def test_a_compiled_model_is_taken_and_watched() -> None:
 
 
 def test_the_local_model_is_not_kept() -> None:
-    gc.collect()
     gc.disable()
     try:
         local, model = made()
