@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import whale
+import whale.predict.peak_memory as dry_runs
 from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
 from whale.cli.app import app
@@ -129,11 +130,23 @@ def test_one_breakdown_is_shown_of_a_step_that_of_the_busiest_rank(profile: Mode
     assert work[explained.rank] == max(work.values()) and len(set(work.values())) == 2
 
 
-def test_rows_that_do_not_fit_are_to_blame_and_micro_batches_that_do_are_named(profile: ModelProfile) -> None:
+def test_rows_that_do_not_fit_are_to_blame_and_micro_batches_that_do_are_named(
+    profile: ModelProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machines = cluster(2, 1, memory_bytes=3_300_000_000 + 2**21)
+    counts: list[int] = []
+    run = dry_runs._Trial.run
+
+    def noted(trial: Any, *arguments: Any, **options: Any) -> None:
+        counts.append(len(trial.compilation.rows))
+        run(trial, *arguments, **options)
+
     for layout in ({"": replicate()}, {"layers.0": stage(), "layers.1": stage()}):
-        with pytest.raises(InfeasibleError) as raised:
-            plan(profile, machines, layout, rows=1000)
+        with monkeypatch.context() as patched:
+            patched.setattr(dry_runs._Trial, "run", noted)
+            with pytest.raises(InfeasibleError) as raised:
+                plan(profile, machines, layout, rows=1000)
+        assert counts and set(counts) == {1}, "a dry run of a step of many micro-batches"
         said = str(raised.value)
         assert "without any rows" not in said and "It would fit with --micro-batches " in said, said
         count = int(said.partition("--micro-batches ")[2].split(",")[0].split()[0])

@@ -41,6 +41,7 @@ from whale.planner.cost.memory import refuse_tiny
 from whale.planner.cost.state_shares import fitting_states
 from whale.predict.costs import Costs
 from whale.predict.layer_parts import Part, StageLayers, stage_layers
+from whale.predict.peak_memory import PeakMemory, brief_peak_memory, peak_memory
 from whale.predict.prediction import Predicted, predict, predicted_memory
 from whale.runtime.warn import warn
 from whale.strategies.lowering import PlacedStage
@@ -169,9 +170,12 @@ def make_plan(
         chosen = replace(options, plan=plan, micro_batches=plan.micro_batches)
         return compile_traced(traced, costs.cluster, chosen, device=costs.device)
 
-    def predicted(plan: Plan) -> Predicted:
-        found = compiled(plan)
-        return predict(found, replace(costs, micro_batches=plan.micro_batches), schedule=options.schedule)
+    def predicted(plan: Plan, memory_of: Callable[..., PeakMemory] = peak_memory) -> Predicted:
+        found, own = compiled(plan), replace(costs, micro_batches=plan.micro_batches)
+        return predict(found, own, schedule=options.schedule, memory_of=memory_of)
+
+    def fits(plan: Plan) -> bool:
+        return predicted(plan, brief_peak_memory).prediction.fits
 
     def settled(plan: Plan) -> tuple[Plan, Predicted]:
         """A plan predicted, with shares of its state that fit if equal ones do not."""
@@ -271,7 +275,7 @@ def make_plan(
     if not least_offload and not cures and has_hosts(costs.cluster):
         hosted = tried([partial(with_hosts, start)])
         cures += [f"--offload {_most_offload(plan)}" for plan in hosted if settled(plan)[1].prediction.fits]
-    more = _enough_micro_batches(start, even, predicted)
+    more = _enough_micro_batches(start, even, fits)
     raise InfeasibleError(_or_with(str(problem), [*([] if more is None else [f"--micro-batches {more}"]), *cures]))
 
 
@@ -446,7 +450,7 @@ def _of_rows(held: DeviceMemory) -> int:
     return held.activations + held.workspace + max(0, held.buffers - held.parameters)
 
 
-def _enough_micro_batches(start: Plan, even: Predicted, predicted: Callable[[Plan], Predicted]) -> int | None:
+def _enough_micro_batches(start: Plan, even: Predicted, fits: Callable[[Plan], bool]) -> int | None:
     """A number of micro-batches with which the even plan fits, if there is one; tried, as two of them may be."""
     needed = 1.0
     for held in even.prediction.memory:
@@ -462,7 +466,7 @@ def _enough_micro_batches(start: Plan, even: Predicted, predicted: Callable[[Pla
             return None
         count = -(-batch // (batch // count))  # of as many rows, the last one of fewer
         try:
-            if predicted(start.model_copy(update={"micro_batches": count})).prediction.fits:
+            if fits(start.model_copy(update={"micro_batches": count})):
                 return count
         except WhaleError:
             return None  # a batch that cannot be cut, or a schedule of another number
