@@ -68,7 +68,8 @@ def test_operators_return_what_fake_tensors_return() -> None:
 
 
 def test_what_is_no_plain_tensor_of_a_processor_is_computed_by_its_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_memory, "_known", known := {})
+    known: dict[Any, Any] = {}
+    monkeypatch.setattr(live_memory, "_known", known)
     with FakeTensorMode(allow_non_fake_inputs=True):
         here, there = torch.empty(3), torch.empty(3, device="cuda")
         with LiveMemory(fake=True) as live:

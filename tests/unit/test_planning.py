@@ -14,7 +14,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 import whale
-import whale.predict.peak_memory as dry_runs
 from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
 from whale.cli.app import app
@@ -32,6 +31,7 @@ from whale.planner.balance.by_speed import pipeline_by_speed
 from whale.planner.explain import explain, savings
 from whale.planner.simulation.simulate import simulate
 from whale.predict.costs import Costs
+from whale.predict.dry_step import DryStep
 from whale.predict.peak_memory import Known, brief_peak_memory, peak_memory
 from whale.predict.reductions import Backward
 from whale.strategies.profile import profile_model
@@ -135,7 +135,7 @@ def test_rows_that_do_not_fit_are_to_blame_and_micro_batches_that_do_are_named(
 ) -> None:
     machines = cluster(2, 1, memory_bytes=3_300_000_000 + 2**21)
     counts: list[int] = []
-    run = dry_runs._Trial.run
+    run = DryStep.run
 
     def noted(trial: Any, *arguments: Any, **options: Any) -> None:
         counts.append(len(trial.compilation.rows))
@@ -143,7 +143,7 @@ def test_rows_that_do_not_fit_are_to_blame_and_micro_batches_that_do_are_named(
 
     for layout in ({"": replicate()}, {"layers.0": stage(), "layers.1": stage()}):
         with monkeypatch.context() as patched:
-            patched.setattr(dry_runs._Trial, "run", noted)
+            patched.setattr(DryStep, "run", noted)
             with pytest.raises(InfeasibleError) as raised:
                 plan(profile, machines, layout, rows=1000)
         assert counts and set(counts) == {1}, "a dry run of a step of many micro-batches"

@@ -169,14 +169,14 @@ def _of_fake(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Results(NamedTuple):
-    """What an operator on fake tensors of a processor returns: tensors with their own memory, and of which type."""
+    """Results of an operator on fake tensors of a processor: tensors with their own memory, alone or in this type."""
 
     kind: type
     shapes: tuple[tuple[Any, ...] | None, ...]
 
     @classmethod
     def like(cls, result: Any) -> _Results | None:
-        """That of a result; None for any other."""
+        """Results like this one; None where it is of another kind."""
         leaves = result if isinstance(result, list | tuple) else (result,)
         shapes: list[tuple[Any, ...] | None] = []
         memory = set()
