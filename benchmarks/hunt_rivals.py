@@ -273,10 +273,11 @@ def _changes(
         divisions += [(1, degree) for degree in makers.prices.expert_degrees]
         for division in divisions:
             if division != mesh[1:] and len(mesh.ranks) % (division[0] * division[1]) == 0:
-                yield "degree", [*meshes[:index], Mesh(mesh.ranks, *division), *meshes[index + 1 :]], cuts, count
+                other = Mesh(tuple(sorted(mesh.ranks)), *division)
+                yield "degree", [*meshes[:index], other, *meshes[index + 1 :]], cuts, count
         half = len(mesh.ranks) // 2
         if half:
-            parts = [Mesh(mesh.ranks[:half], 1), Mesh(mesh.ranks[half:], 1)]
+            parts = [Mesh(tuple(sorted(part)), 1) for part in (mesh.ranks[:half], mesh.ranks[half:])]
             yield "split", [*meshes[:index], *parts, *meshes[index + 1 :]], None, count
     used = {rank for mesh in meshes for rank in mesh.ranks}
     left = tuple(rank for rank in range(len(makers.cluster.devices)) if rank not in used)

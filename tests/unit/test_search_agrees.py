@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from click.testing import CliRunner
 
+from whale.cli.app import app
 from whale.cli.model_loader import load_model
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.plan_writer import PlanWriter
@@ -219,3 +222,19 @@ def ratio(
     compiled = PlanWriter(profile, cluster, BATCH, trial).compiled(candidate, trial)
     assert compiled.compiled, compiled.reason
     return candidate.prediction.step_seconds / compiled.prediction.step_seconds
+
+
+def test_a_plan_is_priced_as_a_search_prices_it(tmp_path: Path) -> None:
+    """In the model's own number type: casts that float32 does not need are no kernels of either."""
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text('[[nodes]]\ncount = 1\ndevices = 1\ndevice = "V100-SXM2-32GB"\n', encoding="utf-8")
+    given = ["--model", str(EXAMPLES / "resnet.py:resnet"), "--set", "layers=14", "--set", "size=32", "--batch", "8"]
+    asked = [*given, "--cluster", str(cluster), "--micro-batches", "1", "-q", "--json"]
+    steps = []
+    for command in (["plan", "--stages", "1"], ["search", "--recompute", "none"]):
+        done = CliRunner().invoke(app, [*command, *asked])
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        prediction = (found.get("plan") or found)["prediction"]
+        steps.append(prediction["step_seconds"])
+    assert steps[0] == pytest.approx(steps[1], rel=1e-9)

@@ -167,6 +167,7 @@ def plan(
     from whale.commands.automatic import cut_degrees
     from whale.commands.planning import make_plan, stage_annotations
     from whale.compile.options import Options
+    from whale.compile.trace import trace
     from whale.graph.capture import batch_rows
     from whale.ir.plan import PlanAxis, PlanStage
     from whale.planner.balance.by_speed import pipeline_by_speed
@@ -180,6 +181,8 @@ def plan(
     scopes = module_scopes(loaded.model)
     if profile is None:
         note(f"profiling {loaded.name}")
+    traced = trace(loaded.model, loaded.batch, device="cpu", training=True, precision=autocast)
+    if profile is None:
         split = any(scope.strategy.shards_operators for path in scopes.values() for scope in path)
         degrees = [degree for degree in (1, 2, 4, 8) if degree == 1 or (split and degree <= len(cluster.devices))]
         asked = any(scope.strategy.recompute is not None for path in scopes.values() for scope in path)
@@ -190,6 +193,7 @@ def plan(
             expert_degrees=degrees,
             context_degrees=cut_degrees(cluster, scopes),
             name=loaded.name,
+            captured=traced.captured,
             precision=autocast,
             rules=asked or recompute not in (None, "none"),
         )
@@ -264,6 +268,7 @@ def plan(
         least_state=state if zero == "auto" else None,
         auto_shares=state_shares == "auto" or (zero == "auto" and state_shares is None),
         least_offload=offload == "auto",
+        traced=traced,
     )
     why = [f"why: {reason}" for reason in found.reasons]
     if found.even is not None and found.even is not found.predicted:

@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import nn
 
-from whale.annotations import Annotation, annotate
+from whale.annotations import Annotation, annotate, module_scopes
 from whale.commands.least_offload import offload_that_fits
 from whale.commands.plan_writer import shortage_of
 from whale.compile.compilation import Compilation
 from whale.compile.compile import compile_traced
 from whale.compile.options import Options, offloads_told, states_of
-from whale.compile.trace import trace
+from whale.compile.trace import Traced, trace
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.plan import ClusterIdentity, ModelIdentity, Plan, PlanAxis, PlanStage, PlanState
@@ -104,6 +104,7 @@ def make_plan(
     least_state: StateSharding | None = None,
     auto_shares: bool = False,
     least_offload: bool = False,
+    traced: Traced | None = None,
 ) -> Planned:
     """The fastest plan for a model on the cluster of *costs* that fits.
 
@@ -121,6 +122,7 @@ def make_plan(
             as the options say.
         auto_shares: whether ranks own of it what their memory leaves, where equal shares do not fit.
         least_offload: whether stages whose devices lack memory with all of that have on the host what they need to fit.
+        traced: the model's trace without *annotations*, on processors and for training with these options, if known.
 
     Raises:
         InfeasibleError: no plan fits, or the annotations do not fit the devices.
@@ -130,7 +132,10 @@ def make_plan(
             model, {key: [Annotation(strategy=parse_strategy(t)) for t in texts] for key, texts in annotations.items()}
         )
 
-    traced = trace(model, batch, device="cpu", training=True, promote=options.promote, precision=options.precision)
+    if traced is None:
+        traced = trace(model, batch, device="cpu", training=True, promote=options.promote, precision=options.precision)
+    elif annotations:
+        traced = replace(traced, annotated=traced.stages(module_scopes(model)))
     counted = options
     rows_of_micro_batch(rows, options.micro_batches)
     if stages or rows % options.micro_batches:
