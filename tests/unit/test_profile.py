@@ -13,12 +13,18 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import whale
 from whale.cli.model_loader import load_model
 from whale.cli.profile_text import format_profile
 from whale.commands.candidates import CandidateCompiler
+from whale.commands.planning import make_plan
+from whale.compile.options import Options
 from whale.errors import UsageError
 from whale.graph.capture import capture
+from whale.ir.cluster import Cluster
 from whale.ir.profile import Communication, LayerVariant, ModelProfile
+from whale.planner.catalog import device_types
+from whale.predict.costs import Costs
 from whale.strategies import layers
 from whale.strategies.profile import profile_model
 
@@ -166,6 +172,82 @@ class Blocks(nn.Module):
 def blocks(*widths: int) -> ModelProfile:
     batch = {"x": torch.zeros(2, 24, device="meta"), "labels": torch.zeros(2, dtype=torch.long, device="meta")}
     return profile_model(Blocks(widths), batch, tensor_degrees=(1, 2))
+
+
+class Plain(nn.Module):
+    """Modules that follow one another, in no list; or two *towers* of them."""
+
+    def __init__(self, towers: bool = False) -> None:
+        super().__init__()
+        self.towers = towers
+        self.first, self.second = nn.Linear(24, 48), nn.Linear(24 if towers else 48, 48)
+        self.act, self.norm, self.head = nn.GELU(), nn.LayerNorm(48), nn.Linear(48, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        once = self.act(self.first(x))
+        twice = once + self.second(x) if self.towers else self.act(self.second(once))
+        return nn.functional.cross_entropy(self.head(self.norm(twice)), labels)
+
+
+class Wrapped(nn.Module):
+    """A model with most of its parameters in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = Plain(), nn.Linear(24, 24, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.inner(self.scale(x), labels)
+
+
+def some_rows() -> dict[str, Tensor]:
+    return {"x": torch.zeros(4, 24), "labels": torch.zeros(4, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(
+    ("model", "paths"),
+    [
+        (Plain(), ("first", "second", "norm", "head")),
+        (Wrapped(), ("scale", "inner.first", "inner.second", "inner.norm", "inner.head")),
+        (Plain(towers=True), ("first",)),
+    ],
+)
+def test_modules_that_follow_one_another_are_layers_of_a_model_without_lists(
+    model: nn.Module, paths: tuple[str, ...]
+) -> None:
+    assert profile_model(model.to("meta"), some_rows()).paths == paths
+
+
+STAGES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"head": whale.stage()}, ("blocks.0", "blocks.1", "head")),
+    ({"blocks.1.1": whale.stage()}, ("blocks.0", "blocks.1", "blocks.1.1", "head")),
+    ({"blocks": whale.stage()}, ("blocks.0", "blocks.1", "head")),
+]
+
+
+@pytest.mark.parametrize(("later", "paths"), STAGES)
+def test_no_layer_reaches_over_the_beginning_of_an_annotated_stage(
+    later: dict[str, Any], paths: tuple[str, ...]
+) -> None:
+    model = Blocks((32, 32)).to("meta")
+    whale.annotate(model, {"blocks.0": whale.stage(), **later})
+    assert profile_model(model, some_rows()).paths == paths
+
+
+def test_a_head_in_a_stage_of_its_own_takes_the_time_that_it_takes_alone() -> None:
+    """With the norm before it in another stage; it took none there."""
+    card = device_types()["V100-SXM2-32GB"]
+    cluster = Cluster.homogeneous(2, card, intra=card.intra_node)
+    times = {}
+    for first, second in (("first", "head"), ("first", "second")):
+        model = Plain().to("meta")
+        whale.annotate(model, {first: whale.stage(), second: whale.stage()})
+        costs = Costs(profile=profile_model(model, some_rows()), cluster=cluster, precision="fp32", device="cuda")
+        work = make_plan(model, some_rows(), costs, Options(), rows=4, name="plain").predicted.workload
+        times[second] = [sum(stage.forward) + sum(stage.backward) for stage in work.stages]
+    assert all(min(own) > 0 for own in times.values())
+    assert times["second"][0] < times["head"][0]
+    assert sum(times["second"]) == pytest.approx(sum(times["head"]), rel=0.01)
 
 
 @pytest.mark.parametrize(

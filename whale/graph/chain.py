@@ -3,9 +3,11 @@
 A layer is a child of a ``ModuleList`` or ``Sequential`` with consecutive children, or an embedding table with sparse
 gradients or in a list of tables, each of which may be on devices of its own. Operators between such layers with
 their own parameters (embedding, final norm and head) are a layer too; operators without parameters belong to the layer
-before them. Layers are equal, of one *kind*, if their operators and shapes are, with any values. One layer of every
-kind remains, so that the following passes cost as much as the model has kinds. This module knows no devices and no
-costs.
+before them. In a model without any such list or table each of the modules that follow one another is a layer. No layer
+reaches over the beginning of an annotated stage.
+
+Layers are equal, of one *kind*, if their operators and shapes are, with any values. One layer of every kind remains, so
+that the following passes cost as much as the model has kinds. This module knows no devices and no costs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from whale.graph.canonical import drop_dead
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import module_of
 from whale.graph.partition import Partition, partition
-from whale.graph.scoping import NodeScopes
+from whale.graph.scoping import NodeScopes, recorded_scopes
 from whale.graph.values import Value, is_call, operands, resolve, value_tensor
 from whale.ir.strategy import Scope, Strategy
 
@@ -70,7 +72,9 @@ class LayerChain:
 def chain_of(captured: Captured, model: nn.Module) -> LayerChain:
     """Cut a captured model into layers. Its graph is consumed and becomes the chain's."""
     pinned = partition(captured, NodeScopes()).stages[0].nodes
-    segments = _segments(captured, pinned, _layer_paths(model, pinned))
+    recorded = recorded_scopes(captured)
+    stage_of = partition(captured, recorded).stage_of if recorded.of else {}
+    segments = _segments(captured, pinned, _layer_paths(model, pinned), stage_of)
     index = {node: i for i, segment in enumerate(segments) for node in segment.nodes}
     kinds: dict[str, int] = {}
     firsts: list[_Segment] = []
@@ -174,7 +178,18 @@ def _layer_paths(model: nn.Module, pinned: Sequence[fx.Node]) -> list[str]:
         after = [node for node in nodes_of[path] if node not in within and place[node] > begin]
         return any(place.get(source, begin) < begin for node in after for source, _ in operands(node))
 
-    return list(find(""))
+    def one_by_one(path: str) -> Iterator[str]:
+        """The modules with parameters that follow one another, of a module without lists; in the place of the one that
+        has most of them its own."""
+        own = [child for child in children(path) if _num_parameters(modules[child])]
+        if len(own) > 1 and not _follow_one_another([nodes_of[child] for child in own]):
+            return
+        for child in own:
+            most = _num_parameters(modules[child]) >= _SUBSTANCE * _num_parameters(modules[path])
+            inner = list(one_by_one(child)) if most else []
+            yield from inner if len(inner) > 1 else [child]
+
+    return list(find("")) or list(one_by_one(""))
 
 
 def _inner_list(modules: Mapping[str, nn.Module], path: str) -> str | None:
@@ -222,17 +237,20 @@ class _Segment:
     nodes: list[fx.Node]
 
 
-def _segments(captured: Captured, pinned: Sequence[fx.Node], layers: Sequence[str]) -> list[_Segment]:
-    """The pinned nodes in consecutive groups of one layer each, in execution order."""
+def _segments(
+    captured: Captured, pinned: Sequence[fx.Node], layers: Sequence[str], stage_of: Mapping[fx.Node, int]
+) -> list[_Segment]:
+    """The pinned nodes in consecutive groups of one layer, and one annotated stage, each, in execution order."""
     known = set(layers)
-    runs: list[tuple[str, list[fx.Node]]] = []
+    runs: list[tuple[tuple[str, int], list[fx.Node]]] = []
     for node in pinned:
-        label = next((path for path in _ancestors(module_of(node)) if path in known), "")
+        path = next((path for path in _ancestors(module_of(node)) if path in known), "")
+        label = path, stage_of.get(node, 0)
         if runs and runs[-1][0] == label:
             runs[-1][1].append(node)
         else:
             runs.append((label, [node]))
-    joined: list[tuple[str, list[fx.Node]]] = []
+    joined: list[tuple[tuple[str, int], list[fx.Node]]] = []
     for label, nodes in runs:
         if joined and (joined[-1][0] == label or not _has_parameters(captured, nodes)):
             joined[-1][1].extend(nodes)
@@ -240,7 +258,12 @@ def _segments(captured: Captured, pinned: Sequence[fx.Node], layers: Sequence[st
             joined[-1] = (label, joined[-1][1] + nodes)
         else:
             joined.append((label, nodes))
-    return [_named(captured, label, nodes) for label, nodes in joined]
+    stages: dict[str, int] = {}
+    segments = []
+    for (path, stage), nodes in joined:
+        is_rest = stages.setdefault(path, stage) != stage  # of a layer that a stage cuts
+        segments.append(_named(captured, "" if is_rest else path, nodes))
+    return segments
 
 
 def _named(captured: Captured, label: str, nodes: list[fx.Node]) -> _Segment:
