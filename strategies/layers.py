@@ -26,7 +26,7 @@ from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.values import Value, operands, resolve, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
-from whale.ir.strategy import REPLICAS, SHARDS, Along, Experts, ExpertsRole, RegionRole
+from whale.ir.strategy import REPLICAS, SHARDS, Along, Experts, ExpertsRole, RegionRole, ScopePath
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.local_program import LocalProgram
 from whale.runtime.random import RNGPosition
@@ -372,29 +372,31 @@ def layered(
     loss_fn: Callable[..., Any] | None = None,
     captured: Captured | None = None,
     precision: torch.dtype | None = None,
+    scopes: Mapping[str, ScopePath] | None = None,
 ) -> dict[int, LayeredModel]:
     """The model as a chain of layers, for micro-batches of the given rows.
 
     If rows do not depend on each other, except in statistics of batch norms, the model is captured once, with all the
     rows together; otherwise once for each number of rows. *dtype* replaces the dtype of parameters and of floating
     batch entries, as ``model.to`` does. *captured* is a capture of the unmodified training model: if its batch has the
-    rows, it replaces another capture. *precision* is the dtype of ``torch.autocast`` under which it computes.
+    rows, it replaces another capture. *precision* is the dtype of ``torch.autocast`` under which it computes, *scopes*
+    are those of modules whose annotations were taken off.
 
     Raises the errors of the capture; see `whale.errors`.
     """
     try:
         if captured is not None and (held := _batch_rows(captured)) >= sum(rows):
-            together = _chained(copy_of(captured), model, _filled(held, rows))
+            together = _chained(copy_of(captured), model, _filled(held, rows), scopes)
         else:
             blank = _blank(model, dtype)
-            together = _layered(blank, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn, precision)
+            together = _layered(blank, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn, precision, scopes)
         return dict.fromkeys(rows, together)
     except _Coupled:
         pass
     model = _blank(model, dtype)
     found: dict[int, LayeredModel] = {}
     for count in sorted(rows, reverse=True):
-        found[count] = _layered(model, at_rows(batch, count), (count,), dtype, loss_fn, precision)
+        found[count] = _layered(model, at_rows(batch, count), (count,), dtype, loss_fn, precision, scopes)
         found[count].like = next(iter(found.values())) if len(found) > 1 else None
     return {count: found[count] for count in rows}
 
@@ -428,6 +430,7 @@ def _layered(
     dtype: torch.dtype | None,
     loss_fn: Callable[..., Any] | None,
     precision: torch.dtype | None,
+    scopes: Mapping[str, ScopePath] | None,
 ) -> LayeredModel:
     batch = converted(batch, dtype)
     with default_dtype(dtype):
@@ -436,7 +439,7 @@ def _layered(
     if ungroup(captured.graph):
         mark_gradients(captured, model)
     settle_order(captured)
-    return _chained(captured, model, rows)
+    return _chained(captured, model, rows, scopes)
 
 
 def _batch_rows(captured: Captured) -> int:
@@ -458,10 +461,12 @@ def _cut(layers: LayeredModel, batch: int, rows: Sequence[int]) -> LayeredModel:
     return replace(layers, rows=filled, time=time, like=None, _placed={}, _between={})
 
 
-def _chained(captured: Captured, model: nn.Module, rows: tuple[int, ...]) -> LayeredModel:
+def _chained(
+    captured: Captured, model: nn.Module, rows: tuple[int, ...], scopes: Mapping[str, ScopePath] | None
+) -> LayeredModel:
     """The layers of a capture, whose graph is consumed."""
     identity = model_hash(captured)
-    chain = chain_of(captured, model)
+    chain = chain_of(captured, model, scopes)
     analysis = analyse(captured.graph, batch_placeholders(captured))
     time = _time(chain, analysis, len(rows))
     return LayeredModel(hash=identity, chain=chain, analysis=analysis, rows=rows, time=time)

@@ -22,7 +22,7 @@ from whale.graph.chain import Layer
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.values import Value
 from whale.ir.profile import Affine, Amount, LayerKind, LayerVariant, ModelProfile, Skip
-from whale.ir.strategy import RECOMPUTES
+from whale.ir.strategy import RECOMPUTES, ScopePath
 from whale.strategies.host_tables import tables_of
 from whale.strategies.kind_costs import ROWS, Collectives, KindCosts, NoLaw
 from whale.strategies.layers import ExpertSplit, LayeredModel, default_dtype, layered, within
@@ -54,6 +54,7 @@ def profile_model(
     precision: str | None = None,
     rules: bool = False,
     known: KnownLayers | None = None,
+    scopes: Mapping[str, ScopePath] | None = None,
 ) -> ModelProfile:
     """Profile *model*, trained on batches like *batch* (of which only shapes matter, and not the number of rows).
 
@@ -65,11 +66,12 @@ def profile_model(
     With a *precision*, ``bf16`` or ``fp16``, it is of a run under ``torch.autocast``, as *captured* then is.
     With *rules* it has what each rule of recompute keeps and computes again; layers then take about twice as long.
     *known* has the layers that an earlier profile of the same model and batch captured, and gets those of this one.
+    *scopes* are those of modules whose annotations were taken off: layers begin where these do.
 
     Raises:
         CaptureError, UsageError: the model cannot be captured, or is none that training could split into rows.
     """
-    capturing = _Capturing(model, batch, loss_fn, captured, precision, {} if known is None else known)
+    capturing = _Capturing(model, batch, loss_fn, captured, precision, {} if known is None else known, scopes)
     models = capturing.at_rows(ROWS)
     first = models[ROWS[0]]
     degrees = sorted({1, *tensor_degrees})
@@ -237,6 +239,7 @@ class _Capturing(NamedTuple):
     captured: Captured | None
     precision: str | None
     known: KnownLayers
+    scopes: Mapping[str, ScopePath] | None
 
     def at_rows(self, rows: Sequence[int]) -> Mapping[int, LayeredModel]:
         """The model for these rows, captured once."""
@@ -248,7 +251,7 @@ class _Capturing(NamedTuple):
     def _captured_at(self, rows: Sequence[int]) -> Mapping[int, LayeredModel]:
         """The model with the stand-in for its number type; as it is where it cannot be converted, is captured, or
         computes under ``torch.autocast``."""
-        how: dict[str, Any] = {"loss_fn": self.loss_fn}
+        how: dict[str, Any] = {"loss_fn": self.loss_fn, "scopes": self.scopes}
         if self.captured is not None or self.precision is not None:
             how |= {"captured": self.captured, "precision": LOW_PRECISIONS.get(self.precision or "")}
             return layered(self.model, self.batch, rows, **how)

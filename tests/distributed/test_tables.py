@@ -466,7 +466,7 @@ def searched(world: World) -> tuple[float, int]:
     )
     local = BottomFirst().double()
     trial = CandidateCompiler(copy.deepcopy(local).to("meta"), batch(), name="clicks")
-    profile = search_inputs(trial, batch(), machines, scopes={}).profile
+    profile = search_inputs(trial, batch(), machines).profile
     plan = next(placed_choices(trial, profile, machines, batch=10)).plan
     made: Any = whale.parallelize(copy.deepcopy(local), batch(), device="cpu", cluster=machines, plan=plan)
     steps(local, "RowWiseAdagrad", local_step(local)), steps(made, "RowWiseAdagrad", made.train_step)

@@ -303,7 +303,7 @@ device = "T4"
 
 def search(model: nn.Module, batch: Tensor, machines: Cluster, **settings: Any) -> tuple[Searched, CandidateCompiler]:
     trial = CandidateCompiler(model, batch, name="tables")
-    inputs = search_inputs(trial, batch, machines, scopes={})
+    inputs = search_inputs(trial, batch, machines)
     how = SearchSettings(precision="fp32", fixed=inputs.fixed, time_limit=60, **settings)
     tables = partial(placed_choices, trial)
     return search_plans(
@@ -342,7 +342,7 @@ def test_placed_tables_have_the_fastest_of_the_allowed_schedules() -> None:
 
 
 def trial_profile(trial: CandidateCompiler, batch: Tensor, machines: Cluster) -> ModelProfile:
-    return search_inputs(trial, batch, machines, scopes={}).profile
+    return search_inputs(trial, batch, machines).profile
 
 
 def test_the_search_places_tables_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def test_models_that_are_mostly_no_tables_have_no_places() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Flatten(0), nn.Embedding(90, 16), nn.Linear(16, 200))
     trial = CandidateCompiler(model, batch, name="m", loss_fn=lambda output, _: output.square().mean())
-    profile = search_inputs(trial, batch, machines, scopes={}, loss_fn=trial.loss_fn).profile
+    profile = search_inputs(trial, batch, machines, loss_fn=trial.loss_fn).profile
     assert not list(placed_choices(trial, profile, machines, batch=8))
 
 

@@ -23,7 +23,9 @@ from whale.errors import UsageError
 from whale.graph.capture import capture
 from whale.ir.cluster import Cluster
 from whale.ir.profile import Communication, LayerVariant, ModelProfile
+from whale.ir.strategy import Scope
 from whale.planner.catalog import device_types
+from whale.planner.search.constraints import fixed_by
 from whale.predict.costs import Costs
 from whale.strategies import layers
 from whale.strategies.profile import profile_model
@@ -232,6 +234,17 @@ def test_no_layer_reaches_over_the_beginning_of_an_annotated_stage(
     model = Blocks((32, 32)).to("meta")
     whale.annotate(model, {"blocks.0": whale.stage(), **later})
     assert profile_model(model, some_rows()).paths == paths
+
+
+def test_an_annotated_module_that_is_no_layer_is_one() -> None:
+    """Also where its annotations were taken off, as a search does, which has its stage as a constraint then."""
+    loaded = load_model("examples/models/gpt.py:gpt", GPT, device="meta")
+    scopes = {"head": (Scope(strategy=whale.stage().strategy, region="head"),)}
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1,), scopes=scopes)
+    assert profile.paths == (*gpt().paths, "head")
+    assert fixed_by(scopes, profile.paths).uncut == ((5, 6),)
+    whale.annotate(loaded.model, {"head": whale.split()})
+    assert profile_model(loaded.model, loaded.batch, tensor_degrees=(1,)).paths == profile.paths
 
 
 def test_a_head_in_a_stage_of_its_own_takes_the_time_that_it_takes_alone() -> None:

@@ -337,8 +337,9 @@ class SearchedModel:
             optimizer=optimizer,
             options=replace(options, precision=autocast),
             precision="tf32" if precision == "tf32" else None,
+            scopes=scopes,
         )
-        inputs = search_inputs(trial, loaded.batch, cluster, scopes=scopes, profile=profile, rules=rules)
+        inputs = search_inputs(trial, loaded.batch, cluster, profile=profile, rules=rules)
         return cls(
             profile=inputs.profile,
             trial=trial,

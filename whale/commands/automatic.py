@@ -108,15 +108,16 @@ def automatic_plan(
 
     def made() -> str:
         name = type(model).__name__
-        trial = CandidateCompiler(model, batch, name=name, options=options, training=model.training, loss_fn=loss_fn)
+        training = model.training
+        trial = CandidateCompiler(
+            model, batch, name=name, options=options, training=training, loss_fn=loss_fn, scopes=scopes
+        )
         asked = (scopes, options, micro_batches, schedule, recompute, zero, state_align, offload, trial.precision)
         form = [(name, tuple(x.shape), x.dtype) for name, x in batch_leaves(batch).items() if isinstance(x, Tensor)]
         place = _place(cache, cluster, trial.identity.hash, repr((form, asked)))
         if (found := _found(place, world)) is not None:
             return found.dumps()
-        inputs = search_inputs(
-            trial, batch, cluster, scopes=scopes, loss_fn=loss_fn, rules=recompute not in ("auto", "none")
-        )
+        inputs = search_inputs(trial, batch, cluster, loss_fn=loss_fn, rules=recompute not in ("auto", "none"))
         settings = SearchSettings(
             precision=trial.precision,
             micro_batches=micro_batches,
@@ -295,7 +296,6 @@ def search_inputs(
     batch: Any,
     cluster: Cluster,
     *,
-    scopes: Mapping[str, ScopePath],
     profile: ModelProfile | None = None,
     loss_fn: Callable[..., Any] | None = None,
     rules: bool = False,
@@ -306,7 +306,6 @@ def search_inputs(
         trial: the captured model.
         batch: an example of the global batch.
         cluster: whose nodes tell the degrees that are profiled.
-        scopes: of annotated modules, which were taken off.
         profile: measured or made earlier, of this model.
         loss_fn: for a model that does not return its loss.
         rules: whether the profile has what each rule of recompute costs.
@@ -314,7 +313,7 @@ def search_inputs(
     Raises:
         UsageError: the batch has no rows, or the profile is of another model.
     """
-    name, hash_ = trial.identity.name, trial.identity.hash
+    name, hash_, scopes = trial.identity.name, trial.identity.hash, trial.scopes
     rows = batch_rows(batch)
     if rows is None:
         raise UsageError(f"a search divides the rows of the batch, but the batch of {name} has no tensor with rows")
@@ -330,6 +329,7 @@ def search_inputs(
             precision=trial.options.precision,
             rules=rules,
             known=trial.layers,
+            scopes=scopes,
         ).model_copy(update={"model_hash": hash_})
     elif profile.model_hash not in ("", hash_):
         raise UsageError(

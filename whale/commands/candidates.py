@@ -57,6 +57,7 @@ class CandidateCompiler:
         loss_fn: for a model that does not return its loss.
         optimizer: its states must fit.
         precision: in which its step is priced, if not under the autocast of *options*; None: its number type's.
+        scopes: of annotated modules, whose annotations were taken off.
 
     Raises:
         UsageError: its forward enters annotations.
@@ -73,9 +74,10 @@ class CandidateCompiler:
         loss_fn: Callable[..., Any] | None = None,
         optimizer: Optimizer = "adamw",
         precision: str | None = None,
+        scopes: Mapping[str, ScopePath] | None = None,
     ) -> None:
         self.model, self.optimizer, self.training = model, optimizer, training
-        self.batch, self.loss_fn = batch, loss_fn
+        self.batch, self.loss_fn, self.scopes = batch, loss_fn, scopes or {}
         self.options = replace(options or Options(), micro_batches=1, schedule="1f1b", plan=None)
         self.precision = self.options.precision or precision or precision_of(model)
         self.traced = trace(
@@ -129,6 +131,7 @@ class CandidateCompiler:
             precision=self.options.precision,
             rules=rules,
             known=self.layers,
+            scopes=self.scopes,
         )
         again = [
             old.model_copy(update={part: getattr(new, part) for part in parts})

@@ -4,7 +4,7 @@ A layer is a child of a ``ModuleList`` or ``Sequential`` with consecutive childr
 gradients or in a list of tables, each of which may be on devices of its own. Operators between such layers with
 their own parameters (embedding, final norm and head) are a layer too; operators without parameters belong to the layer
 before them. In a model without any such list or table each of the modules that follow one another is a layer. No layer
-reaches over the beginning of an annotated stage.
+reaches over the beginning of an annotated stage, or into another annotated module.
 
 Layers are equal, of one *kind*, if their operators and shapes are, with any values. One layer of every kind remains, so
 that the following passes cost as much as the model has kinds. This module knows no devices and no costs.
@@ -21,13 +21,14 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from whale.annotations import module_scopes
 from whale.graph.canonical import drop_dead
 from whale.graph.capture import Captured
 from whale.graph.capture_checks import module_of
 from whale.graph.partition import Partition, partition
-from whale.graph.scoping import NodeScopes, recorded_scopes
+from whale.graph.scoping import NodeScopes, module_paths, recorded_scopes, scopes_by_module
 from whale.graph.values import Value, is_call, operands, resolve, value_tensor
-from whale.ir.strategy import Scope, Strategy
+from whale.ir.strategy import Scope, ScopePath, Strategy
 
 __all__ = ["LayerChain", "Layer", "chain_of"]
 
@@ -69,12 +70,21 @@ class LayerChain:
     partition: Partition
 
 
-def chain_of(captured: Captured, model: nn.Module) -> LayerChain:
-    """Cut a captured model into layers. Its graph is consumed and becomes the chain's."""
+def chain_of(captured: Captured, model: nn.Module, scopes: Mapping[str, ScopePath] | None = None) -> LayerChain:
+    """Cut a captured model into layers. Its graph is consumed and becomes the chain's.
+
+    Args:
+        captured: the capture.
+        model: of which it is.
+        scopes: of annotated modules by path, where their annotations were taken off.
+    """
     pinned = partition(captured, NodeScopes()).stages[0].nodes
+    scopes = scopes or module_scopes(model)
     recorded = recorded_scopes(captured)
+    if not recorded.of and scopes:
+        recorded = scopes_by_module(module_paths(captured, model), scopes)
     stage_of = partition(captured, recorded).stage_of if recorded.of else {}
-    segments = _segments(captured, pinned, _layer_paths(model, pinned), stage_of)
+    segments = _segments(captured, pinned, _layer_paths(model, pinned, scopes), stage_of)
     index = {node: i for i, segment in enumerate(segments) for node in segment.nodes}
     kinds: dict[str, int] = {}
     firsts: list[_Segment] = []
@@ -102,7 +112,7 @@ def chain_of(captured: Captured, model: nn.Module) -> LayerChain:
     )
     repeats = [(s, firsts[k]) for s, k in zip(segments, kind_of, strict=True) if firsts[k] is not s]
     _contract(captured, repeats, keep={node for values in sent for node, _ in values})
-    scopes = {
+    of_kinds = {
         node: (Scope(strategy=Strategy(kind="stage"), region=f"{kind}: {segment.name}"),)
         for kind, segment in enumerate(firsts)
         for node in segment.nodes
@@ -111,7 +121,7 @@ def chain_of(captured: Captured, model: nn.Module) -> LayerChain:
         layers=layers,
         names=tuple(s.name for s in firsts),
         captured=captured,
-        partition=_sending(partition(captured, NodeScopes(of=scopes)), sent),
+        partition=_sending(partition(captured, NodeScopes(of=of_kinds)), sent),
     )
 
 
@@ -124,8 +134,8 @@ def _sending(kinds: Partition, sent: Sequence[Iterable[Value]]) -> Partition:
 # --- which modules are layers -----------------------------------------------------------------------------------------
 
 
-def _layer_paths(model: nn.Module, pinned: Sequence[fx.Node]) -> list[str]:
-    """The paths of the modules that are layers."""
+def _layer_paths(model: nn.Module, pinned: Sequence[fx.Node], annotated: Iterable[str]) -> list[str]:
+    """The paths of the modules that are layers: of *annotated* ones those that are no part of others and have none."""
     modules = dict(model.named_modules(remove_duplicate=False))
     place = {node: i for i, node in enumerate(pinned)}
     nodes_of: dict[str, list[fx.Node]] = {}
@@ -189,7 +199,14 @@ def _layer_paths(model: nn.Module, pinned: Sequence[fx.Node]) -> list[str]:
             inner = list(one_by_one(child)) if most else []
             yield from inner if len(inner) > 1 else [child]
 
-    return list(find("")) or list(one_by_one(""))
+    found = list(find("")) or list(one_by_one(""))
+    apart = [path for path in annotated if path in nodes_of and not any(_overlap(path, layer) for layer in found)]
+    return [*found, *apart]
+
+
+def _overlap(path: str, other: str) -> bool:
+    """Whether one of two modules is in the other, or is it."""
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
 def _inner_list(modules: Mapping[str, nn.Module], path: str) -> str | None:
