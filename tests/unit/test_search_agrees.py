@@ -224,17 +224,33 @@ def ratio(
     return candidate.prediction.step_seconds / compiled.prediction.step_seconds
 
 
+NORMED = """
+import torch
+from torch import nn
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+
+    def forward(self, x):
+        return self.blocks(x).square().mean()
+
+def normed(batch_size=8):
+    return Normed(), {"x": torch.zeros(batch_size, 3, 16, 16)}
+"""
+
+
 def test_a_plan_is_priced_as_a_search_prices_it(tmp_path: Path) -> None:
     """In the model's own number type: casts that float32 does not need are no kernels of either."""
-    cluster = tmp_path / "cluster.toml"
+    cluster, model = tmp_path / "cluster.toml", tmp_path / "normed.py"
     cluster.write_text('[[nodes]]\ncount = 1\ndevices = 1\ndevice = "V100-SXM2-32GB"\n', encoding="utf-8")
-    given = ["--model", str(EXAMPLES / "resnet.py:resnet"), "--set", "layers=14", "--set", "size=32", "--batch", "8"]
-    asked = [*given, "--cluster", str(cluster), "--micro-batches", "1", "-q", "--json"]
+    model.write_text(NORMED, encoding="utf-8")
+    asked = ["--model", f"{model}:normed", "--batch", "8", "--cluster", str(cluster), "--micro-batches", "1"]
     steps = []
     for command in (["plan", "--stages", "1"], ["search", "--recompute", "none"]):
-        done = CliRunner().invoke(app, [*command, *asked])
+        done = CliRunner().invoke(app, [*command, *asked, "-q", "--json"])
         assert done.exit_code == 0, done.output
         found = json.loads(done.stdout)
-        prediction = (found.get("plan") or found)["prediction"]
-        steps.append(prediction["step_seconds"])
+        steps.append((found.get("plan") or found)["prediction"]["step_seconds"])
     assert steps[0] == pytest.approx(steps[1], rel=1e-9)
