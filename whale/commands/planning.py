@@ -132,7 +132,7 @@ def make_plan(
             model, {key: [Annotation(strategy=parse_strategy(t)) for t in texts] for key, texts in annotations.items()}
         )
 
-    if traced is None:
+    if traced is None or (annotations and traced.annotated.scopes.of):  # those that its forward enters count too
         traced = trace(model, batch, device="cpu", training=True, promote=options.promote, precision=options.precision)
     elif annotations:
         traced = replace(traced, annotated=traced.stages(module_scopes(model)))
