@@ -50,13 +50,13 @@ from whale.strategies.regions import (
 )
 from whale.strategies.routes import ROUTED
 
-__all__ = ["ROWS", "Collectives", "KindCosts", "NoLaw"]
+__all__ = ["MOST_PLACED", "ROWS", "Collectives", "KindCosts", "NoLaw"]
 
 ROWS = (2, 3, 4)
 """Rows at which layers are traced. Not 1, where some copies are views."""
 
 MOST_PLACED = 1024
-"""Rows of a micro-batch up to which it is looked for other ways to place a layer on a group."""
+"""Rows of a micro-batch up to which it is looked for other ways to place a layer on a group: a power of two."""
 
 Collectives = tuple[tuple[Communication, ...], tuple[Communication, ...]]
 """Collectives of a layer's forward and of its backward."""
@@ -74,6 +74,7 @@ class KindCosts:
         kind: of layer.
         counted: the same in the rows of the laws; in an expert group, the rows of one device.
         rules: whether it is also run with backwards that compute values again.
+        most_rows: of a micro-batch, for these.
         multiples: gives the models in which a micro-batch has multiples of a degree's rows; those of *models* have.
     """
 
@@ -84,9 +85,11 @@ class KindCosts:
         counted: Sequence[int] = ROWS,
         *,
         rules: bool = False,
+        most_rows: int = MOST_PLACED,
         multiples: Callable[[int], Mapping[int, LayeredModel]] | None = None,
     ) -> None:
         self.models, self.kind, self.counted, self.rules = models, kind, counted, rules
+        self.most_rows = min(MOST_PLACED, 1 << (most_rows - 1).bit_length())
         self.multiples = multiples or (lambda _: models)
         first = next(iter(models.values()))
         self.name = first.chain.names[kind]
@@ -115,14 +118,16 @@ class KindCosts:
         return True
 
     def _trace(self, rows: int, way: _Way) -> Trace:
-        model = self.models[rows]
-        return trace(
-            model.captured,
-            model.place(self.kind, *way),
-            model.program(self.kind, way[0], rows, *way[1:]),
-            model.rows.index(rows),
-            self.dtype,
-        )
+        model, key = self.models[rows], (self.kind, rows, way)
+        if key not in model.traces:
+            model.traces[key] = trace(
+                model.captured,
+                model.place(self.kind, *way),
+                model.program(self.kind, way[0], rows, *way[1:]),
+                model.rows.index(rows),
+                self.dtype,
+            )
+        return model.traces[key]
 
     def _placings(self, way: _Way) -> Iterator[_Placing]:
         """The layer under the rules, in each of the ways in which a group places it, with micro-batches of more and
@@ -142,7 +147,7 @@ class KindCosts:
             a, b = placed(one), placed(other)
             return (a.choices, a.stored, a.sent) != (b.choices, b.stored, b.sent)
 
-        for since, rows in ((1, 1), *_changes(is_other, 1, MOST_PLACED)):
+        for since, rows in ((1, 1), *_changes(is_other, 1, self.most_rows)):
             cut = first.cuts_rows(placed(rows))
             models = self.multiples(degree) if cut else self.models
             ends = (min(models), max(models))

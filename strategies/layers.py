@@ -6,7 +6,7 @@ through: what is costed and timed here is what runs. Knows no costs and no clust
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -77,7 +77,8 @@ MOST_CUT = 0.5
 @dataclass(kw_only=True)
 class LayeredModel:
     """A captured model whose kinds of layers can be lowered at any tensor degree, for each of ``rows``; ``hash`` is the
-    whole model's. Placements are those of ``like``, the same model for more rows, if it is set."""
+    whole model's. Placements are those of ``like``, the same model for more rows, if it is set. ``traces`` keeps those
+    of its layers."""
 
     hash: str
     chain: LayerChain
@@ -85,6 +86,7 @@ class LayeredModel:
     rows: tuple[int, ...]
     time: Mapping[fx.Node, Choice]
     like: LayeredModel | None = None
+    traces: dict[Hashable, Any] = field(default_factory=dict)
     _placed: dict[tuple[int, int, ExpertSplit, int], PlacedStage] = field(default_factory=dict)
     _between: dict[tuple[int, int, int], PlacedStage] = field(default_factory=dict)
 

@@ -24,7 +24,7 @@ from whale.graph.values import Value
 from whale.ir.profile import Affine, Amount, LayerKind, LayerVariant, ModelProfile, Skip
 from whale.ir.strategy import RECOMPUTES, ScopePath
 from whale.strategies.host_tables import tables_of
-from whale.strategies.kind_costs import ROWS, Collectives, KindCosts, NoLaw
+from whale.strategies.kind_costs import MOST_PLACED, ROWS, Collectives, KindCosts, NoLaw
 from whale.strategies.layers import ExpertSplit, LayeredModel, default_dtype, layered, within
 from whale.strategies.regions import expert_modules
 
@@ -53,6 +53,7 @@ def profile_model(
     captured: Captured | None = None,
     precision: str | None = None,
     rules: bool = False,
+    most_rows: int = MOST_PLACED,
     known: KnownLayers | None = None,
     scopes: Mapping[str, ScopePath] | None = None,
 ) -> ModelProfile:
@@ -64,7 +65,8 @@ def profile_model(
     tensor degrees or those of *cut_tensor_degrees*; ``uncut`` of the profile says where it is not.
     With *captured*, a capture of the training model as it is, the profile is of a run in the model's own number type.
     With a *precision*, ``bf16`` or ``fp16``, it is of a run under ``torch.autocast``, as *captured* then is.
-    With *rules* it has what each rule of recompute keeps and computes again; layers then take about twice as long.
+    With *rules* it has what each rule of recompute keeps and computes again, in micro-batches of up to *most_rows*
+    rows; layers then take about twice as long.
     *known* has the layers that an earlier profile of the same model and batch captured, and gets those of this one.
     *scopes* are those of modules whose annotations were taken off: layers begin where these do.
 
@@ -81,7 +83,7 @@ def profile_model(
         return _in_multiples(capturing, [degree for degree in degrees if degree > 1], first)
 
     costs = [
-        KindCosts(models, kind, rules=rules, multiples=lambda degree: multiples()[degree])
+        KindCosts(models, kind, rules=rules, most_rows=most_rows, multiples=lambda degree: multiples()[degree])
         for kind in range(len(first.chain.names))
     ]
     refused = _measured(costs, degrees, lambda some: _in_multiples(capturing, some, first))
@@ -225,7 +227,9 @@ def _measured(
     wanted = [degree for degree, kinds in divided.items() if kinds and degree not in refused]
     for degree, models in in_multiples(wanted).items() if wanted else ():
         for kind in divided[degree]:
-            kind.divided[degree] = KindCosts(models, kind.kind, list(models), rules=kind.rules)
+            kind.divided[degree] = KindCosts(
+                models, kind.kind, list(models), rules=kind.rules, most_rows=kind.most_rows
+            )
             kind.divided[degree].measure(degree, divisible=True)
     return refused
 

@@ -408,15 +408,16 @@ class CostModel(DeviceGroups):
         the gather of what each rank has combined, unless the state is *divided* so."""
         message = self.message_bytes(ranks, num_bytes, degree, layers, divided=divided)
         kinds = self._counts if layers is None else Counter(map(self.profile.layers.__getitem__, layers))
-        parameters = sum(count * self._num_parameters(kind, degree) for kind, count in kinds.items())
+        parameters = sum(count * self._num_parameters(kind) for kind, count in kinds.items())
         dots = [self.over("all_reduce", ranks, degree, size) for size in dot_bytes(len(ranks), parameters)]
         gather = 0.0 if divided else self.over("all_gather", ranks, degree, message)
         num = num_bytes / message
         return num * self.over("all_to_all", ranks, degree, message), sum(dots) + num * gather
 
-    def _num_parameters(self, kind: int, degree: int) -> int:
+    def _num_parameters(self, kind: int) -> int:
+        """Trained parameters of a layer, as many on each device of a group of any degree."""
         given = self.profile.kinds[kind]
-        return max(1, len(variant_of(given, degree).sizes)) if given.variants and given.parameters != 0 else 1
+        return max(1, len(given.variants[0].sizes)) if given.variants and given.parameters != 0 else 1
 
     def largest_bucket(
         self, ranks: Sequence[int], layers: Iterable[int], degree: int, expert: int = 1, *, divided: bool = False

@@ -234,6 +234,8 @@ def test_heads_of_keys_and_values_follow_the_heads_where_they_would_not_divide_t
         ("whisper", SMALL_BART | {"max_source_positions": 6, "sequence_length": 4, "pad_token_id": 0,
             "decoder_start_token_id": 1}, "WhisperForConditionalGeneration"),
         ("bert", SMALL_BERT | {"sequence_length": 4}, "BertForMaskedLM"),
+        ("deit", {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8,
+            "image_size": 32}, "DeiTForImageClassification"),  # or one with a teacher
     ],
 )  # fmt: skip
 def test_an_architecture_is_taken_for_its_usual_task(model_type: str, settings: dict[str, object], task: str) -> None:

@@ -210,3 +210,16 @@ def test_layers_are_captured_once_for_a_profile_and_its_rules(monkeypatch: pytes
     ruled = trial.with_rules(plain)
     assert len(calls) == 1
     assert ruled.kinds == profile_model(model, batch, **given, rules=True).kinds
+
+
+def test_a_profile_for_few_rows_has_the_rules_of_one_for_many() -> None:
+    """In a group of four the layers are placed in another way from eight rows on."""
+    model, batch = decoder(layers=2, heads=16, width=1024).to("meta").float(), tokens(4, 1024)
+    trial = CandidateCompiler(model, batch, name="few rows")
+    given: dict[str, Any] = {"tensor_degrees": (1, 4), "captured": trial.captured, "name": "few rows"}
+    plain = profile_model(model, batch, **given, known=trial.layers)
+    every, few = trial.with_rules(plain), trial.with_rules(plain, rows=3)
+    assert every.kinds != few.kinds
+    for all_rules, own in zip(every.kinds, few.kinds, strict=True):
+        for one, other in zip(all_rules.variants, own.variants, strict=True):
+            assert other == one.model_copy(update={"rules": tuple(r for r in one.rules if r.least <= 4 * 4)})

@@ -343,3 +343,12 @@ def test_the_last_devices_of_an_expert_group_compute_a_row_fewer() -> None:
     assert choice.compiled, choice.reason
     computed = [one.breakdown["compute"] for one in (candidate.prediction, choice.prediction)]
     assert computed[0] == pytest.approx(computed[1], rel=0.05)
+
+
+def test_parameters_are_combined_by_adasum_at_degrees_that_only_experts_have() -> None:
+    """The number of parameters, whose dot products are summed, was that of a tensor degree of three."""
+    model, batch = loaded("moe").model, loaded("moe").batch
+    profile = profile_model(model, batch, tensor_degrees=(1, 2), expert_degrees=(3,), captured=trial("moe").captured)
+    node = Cluster.homogeneous(6, A100, intra=A100.intra_node)
+    found = search(profile, node, batch=BATCH, settings=SearchSettings(reduce="adasum"))
+    assert found.candidates

@@ -175,6 +175,7 @@ def architecture(model_type: str, settings: Mapping[str, Any]) -> Architecture:
     except Exception as error:
         raise UsageError(f"--model hf:{model_type} with these settings raised {_brief(error)}") from error
     task, inputs = _task(model_type, config)
+    _with_one_class(config, task)
     _with_start_token(config)
     assumptions = list(_fitted_key_value_heads(config, default, for_config))
     if inputs == "images":
@@ -214,6 +215,14 @@ def _task(model_type: str, config: Any) -> tuple[Any, str]:
         f"--model hf:{model_type} has no language-model, speech or image-classification head; write a "
         "file.py:callable that returns (model, example_batch)"
     )
+
+
+def _with_one_class(config: Any, task: Any) -> None:
+    """Name the first class of a task that has several for an architecture, such as DeiT's with and without a teacher,
+    where the configuration names none: transformers looks for it there."""
+    classes = task._model_mapping[type(config)]
+    if isinstance(classes, (list, tuple)) and not config.architectures:
+        config.architectures = [classes[0].__name__]
 
 
 def _with_start_token(config: Any) -> None:

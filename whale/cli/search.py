@@ -406,7 +406,7 @@ class _Run:
                 stop=self.interruption.came,
                 known=known,
                 processes=available_cores(),
-                with_rules=None if self.model is None else self.model.with_rules,
+                with_rules=None if self.model is None else partial(self.model.with_rules, rows=case.batch),
                 with_cuts=None if self.model is None else self._with_cuts(self.model, case.cluster),
                 with_tables=None if trial is None else self._with_tables(trial),
             )

@@ -137,7 +137,7 @@ def automatic_plan(
             batch=inputs.rows,
             settings=settings,
             trial=trial,
-            with_rules=trial.with_rules,
+            with_rules=partial(trial.with_rules, rows=inputs.rows),
             with_cuts=partial(trial.with_cuts, degrees=context_degrees(cluster)),
             with_tables=partial(placed_choices, trial),
         ).best.plan

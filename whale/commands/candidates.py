@@ -31,6 +31,7 @@ from whale.predict.costs import Costs
 from whale.predict.dry_step import Device
 from whale.predict.peak_memory import Known, brief_peak_memory
 from whale.predict.prediction import Predicted, predict
+from whale.strategies.kind_costs import MOST_PLACED
 from whale.strategies.profile import KnownLayers, profile_model
 
 __all__ = ["CandidateCompiler", "PredictedPlan", "scopes_by", "take_scopes"]
@@ -104,16 +105,26 @@ class CandidateCompiler:
         """The capture, for profiling; None if it is not of the unmodified training model."""
         return self.traced.captured if self.training and not self.options.promote else None
 
-    def with_rules(self, profile: ModelProfile) -> ModelProfile:
-        """A profile of the model, with what each rule of recompute keeps and computes again."""
+    def with_rules(self, profile: ModelProfile, *, rows: int = MOST_PLACED) -> ModelProfile:
+        """A profile of the model, with what each rule of recompute keeps and computes again in micro-batches of up to
+        *rows* rows."""
         cuts = [variant.context_degree for variant in profile.kinds[0].context_variants]
-        return self._remade(profile, ("variants", "expert_variants", "context_variants"), cuts, rules=True)
+        parts = ("variants", "expert_variants", "context_variants")
+        return self._remade(profile, parts, cuts, rules=True, most_rows=rows)
 
     def with_cuts(self, profile: ModelProfile, degrees: Sequence[int]) -> ModelProfile:
         """A profile of the model, with what its layers cost on devices that cut each row, at these *degrees*."""
         return self._remade(profile, ("context_variants",), degrees, rules=profile.rules == RECOMPUTES)
 
-    def _remade(self, profile: ModelProfile, parts: Sequence[str], cuts: Sequence[int], *, rules: bool) -> ModelProfile:
+    def _remade(
+        self,
+        profile: ModelProfile,
+        parts: Sequence[str],
+        cuts: Sequence[int],
+        *,
+        rules: bool,
+        most_rows: int = MOST_PLACED,
+    ) -> ModelProfile:
         """A profile with some *parts* of its kinds of layers made again."""
         kinds = profile.kinds
         made = profile_model(
@@ -130,6 +141,7 @@ class CandidateCompiler:
             captured=self.captured,
             precision=self.options.precision,
             rules=rules,
+            most_rows=most_rows,
             known=self.layers,
             scopes=self.scopes,
         )
