@@ -155,6 +155,12 @@ class KindCosts:
             yield _Placing(since, rows, degree if cut else 1, ends, runs)
 
     def _trace_again(self, model: LayeredModel, rows: int, way: _Way, placed_for: int = 1) -> Mapping[Recompute, Again]:
+        key = (self.kind, rows, way, placed_for, self.rules)
+        if key not in model.traces:
+            model.traces[key] = self._traced_again(model, rows, way, placed_for)
+        return model.traces[key]
+
+    def _traced_again(self, model: LayeredModel, rows: int, way: _Way, placed_for: int) -> Mapping[Recompute, Again]:
         clock, (degree, experts, context) = RNGPosition(0), way
         if experts or context > 1:
             stage, program = (
