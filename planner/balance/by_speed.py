@@ -199,7 +199,7 @@ def _group(stages: Stages, stage: int, rows: float) -> StageGroup:
     working = {kind: max(cost.working for cost in found) * stages.prices.waste for kind, found in costs.items()}
     state = {kind: stages.state([layer]).total for kind, layer in first_of.items()}
     return StageGroup(
-        name=f"{smallest.name} (stage {stage})",
+        name=smallest.name,
         seconds=tuple(seconds[kind] for kind in profile.layers),
         fixed_bytes=tuple(state[kind] for kind in profile.layers),
         kept_bytes=tuple(kept[kind] for kind in profile.layers),
