@@ -26,7 +26,9 @@ settings.load_profile("whale")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the folder of this run's graphs, in the process that starts the others."""
+    """Make the folder of this run's graphs, in the process that starts the others; those that compile kernels need not
+    each try, in processes that load torch, what vectors the processor has: its flags say it."""
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if FOLDER not in os.environ:
         folder = os.environ[FOLDER] = tempfile.mkdtemp(prefix="whale-graphs-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
