@@ -26,7 +26,9 @@ settings.load_profile("whale")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the folder of this run's graphs, in the process that starts the others."""
+    """Make the folder of this run's graphs, in the process that starts the others; those that compile kernels need not
+    each try, in processes that load torch, what vectors the processor has: its flags say it."""
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if FOLDER not in os.environ:
         folder = os.environ[FOLDER] = tempfile.mkdtemp(prefix="whale-graphs-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -44,9 +46,12 @@ def traces() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     """Nothing looks again through what is collected, and torch writes no trace of its compilers.
 
-    A collector of garbage would visit thousands of tests with their modules. Pytest adds handlers to loggers that do
-    not propagate, and with a handler torch prints every graph into its trace: a sixth of the time of a capture.
+    A collector of garbage would visit thousands of tests with their modules. If it came after every few hundred new
+    objects, as by default, it would take an eighth of the time of tests, whose graphs stay. Pytest adds handlers to
+    loggers that do not propagate, and with a handler torch prints every graph into its trace: a sixth of the time of a
+    capture.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
     logging.getLogger("torch.__trace").propagate = True

@@ -9,6 +9,7 @@ process groups. Operators that would make the host wait for the device are noted
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -325,6 +326,7 @@ def advice(name: str) -> str:
 
 def main() -> None:
     warnings.simplefilter("ignore")
+    gc.set_threshold(50_000, 10, 10)  # graphs are many objects that stay
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     specs = sys.argv[1:]

@@ -35,3 +35,4 @@ if importlib.util.find_spec("accelerate"):
 # For the name of a caller torch's agents look through the files of all modules, of which there are thousands here.
 dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 gc.freeze()  # ranks collect their own garbage, and do not look through these million objects, nor copy their pages
+gc.set_threshold(50_000, 10, 10)  # graphs of steps are many objects that stay

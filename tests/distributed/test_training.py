@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -86,19 +87,33 @@ def at_step(batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
     return {ids: batch[ids].roll(step, 1), labels: batch[labels].masked_fill(mask, -100)}
 
 
+@cache
+def local_curve(build: Any, training: bool, make: Make, steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses of the local model, and its state after training: once in a rank for all layouts."""
+    torch.manual_seed(0)
+    model, batch = build()
+    local = in_double(model.train(training))
+    optimizer = make(local.parameters())
+    losses = []
+    for step in range(steps):
+        losses.append(local_step(local, at_step(batch, step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, local.state_dict()
+
+
 def train(world: World, build: Any, setup: Setup, make: Make, steps: int) -> tuple[list[float], dict[str, float]]:
     """Relative errors of the loss by step, and of the state after training by name."""
-    local, batch, module = pair(build, setup)
-    one, other = make(local.parameters()), make(module.parameters())
+    _, batch, module = pair(build, setup)
+    losses, whole = local_curve(build, setup.training, make, steps)
+    optimizer = make(module.parameters())
     errors = []
-    for step in range(steps):
-        now = at_step(batch, step)
-        expected, found = local_step(local, now), module.train_step(**now)
+    for step, expected in enumerate(losses):
+        found = module.train_step(**at_step(batch, step))
         errors.append(float((found - expected).abs() / expected.abs()))
-        for optimizer in (one, other):
-            optimizer.step()
-            optimizer.zero_grad()
-    state, whole = module.full_state_dict(), local.state_dict()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = module.full_state_dict()
     assert {n: tuple(t.shape) for n, t in state.items()} == {n: tuple(t.shape) for n, t in whole.items()}
     return errors, relative_errors(state, whole)
 

