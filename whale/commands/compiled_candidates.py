@@ -27,7 +27,7 @@ MOST_UNSURE, UNSURE_OPERATORS = 8, 8192
 """Limits on the further candidates that are compiled because they could be better than the best compiled one, and on
 the operators of all of them together. Both are counted, so that a busy machine leads to the same plans."""
 
-WORTH_SHARING = 16384
+WORTH_SHARING = 8192
 """Operators of all candidates together, seconds of compiling, that are shared with other processes: each fork finds
 again what the others know of equal stages, which takes as long as half of that."""
 

@@ -10,6 +10,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from whale.compile.rank_step import RankStage, RankStep
 from whale.runtime.collectives import DryGroup
@@ -50,11 +53,15 @@ class Kernel:
         return function(*tensors)
 
     def _compiled(self, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+        """Compile the graph, or take what Inductor keeps on disk of an equal one, from another rank or an earlier
+        run. It does so in a trace alone, with tensors of that trace; their sizes are fixed, as those of the graph."""
         from torch._inductor.compile_fx import compile_fx  # takes a second to load
 
         own = fx.GraphModule(self.graph, copy.deepcopy(self.graph.graph))  # the compiler writes to it
-        with torch.no_grad():
-            function: Any = compile_fx(own, list(tensors))
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        likes = [mode.from_tensor(x, static_shapes=True) for x in tensors]
+        with torch.no_grad(), tracing(TracingContext(mode)):
+            function: Any = compile_fx(own, likes)
         return cast("Callable[..., Any]", function)
 
 
