@@ -27,9 +27,10 @@ MOST_UNSURE, UNSURE_OPERATORS = 8, 8192
 """Limits on the further candidates that are compiled because they could be better than the best compiled one, and on
 the operators of all of them together. Both are counted, so that a busy machine leads to the same plans."""
 
-WORTH_SHARING = 8192
-"""Operators of all candidates together, seconds of compiling, that are shared with other processes: each fork finds
-again what the others know of equal stages, which takes as long as half of that."""
+WORTH_SHARING, LEAST_SHARED = 16384, 4096
+"""Operators of all candidates together, seconds of compiling, that are shared with other processes from the first
+candidate on: each fork finds again what the others know of equal stages, which takes as long as half of that. Fewer are
+shared after the first, of which forks know all; and least of all."""
 
 GAIN = 1e-3
 """Smallest relative improvement for which another candidate is compiled."""
@@ -80,8 +81,12 @@ class CompiledCandidates:
         of the *top*; as long as none of these can be run, the next ones; and at last those that would be better than
         the best so far if compiling made them as much faster as any of these."""
         first, *others = found.candidates[:top]
-        with self._shared(others) as shared:
+        at_once = self.trial.num_operators * len(others) > WORTH_SHARING
+        if not at_once:
             self.compile(first, self.schedule)
+        with self._shared(others) as shared:
+            if at_once:
+                self.compile(first, self.schedule)
             for candidate in () if self.late() else simple():
                 best = min((one.prediction.step_seconds for one in self.choices if one.compiled), default=inf)
                 least = max(least_after_compiling(candidate), _least_with_sums(candidate.workload))
@@ -104,7 +109,7 @@ class CompiledCandidates:
 
     def _shared(self, candidates: Sequence[Candidate]) -> Shared[_Timed]:
         """Some candidates, compiled by several processes where that takes long enough."""
-        much = self.trial.num_operators * len(candidates) > WORTH_SHARING and not self.late()
+        much = self.trial.num_operators * len(candidates) > LEAST_SHARED and not self.late()
         return Shared(
             lambda number: self._in_time(self._scheduled(candidates[number], self.schedule)),
             len(candidates),
