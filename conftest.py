@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.collecting import collect_seldom
 from tests.distributed.kept_graphs import FOLDER
 
 collect_ignore = ["planner", "strategies"]
@@ -26,8 +27,8 @@ settings.load_profile("whale")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the folder of this run's graphs, in the process that starts the others; those that compile kernels need not
-    each try, in processes that load torch, what vectors the processor has: its flags say it."""
+    """Make the folder of this run's graphs, in the process that starts the others."""
+    # Else each process that compiles kernels starts others, which load torch, to try what vectors the processor has.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if FOLDER not in os.environ:
         folder = os.environ[FOLDER] = tempfile.mkdtemp(prefix="whale-graphs-")
@@ -46,12 +47,10 @@ def traces() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     """Nothing looks again through what is collected, and torch writes no trace of its compilers.
 
-    A collector of garbage would visit thousands of tests with their modules. If it came after every few hundred new
-    objects, as by default, it would take an eighth of the time of tests, whose graphs stay. Pytest adds handlers to
-    loggers that do not propagate, and with a handler torch prints every graph into its trace: a sixth of the time of a
-    capture.
+    A collector of garbage would visit thousands of tests with their modules. Pytest adds handlers to loggers that do
+    not propagate, and with a handler torch prints every graph into its trace: a sixth of the time of a capture.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 10, 10)
+    collect_seldom()
     logging.getLogger("torch.__trace").propagate = True

@@ -6,8 +6,8 @@ time of the next start.
 GPT-2, 64 wide, in one process with one thread. Each case is a process of its own, whose compiler has no files of other
 ones; another one follows with the files of the first, as other ranks and later starts have. Processor time includes
 that of the C++ compilers that it starts. The time is that of compiling the kernels and running each program once. A
-first layer, one in the middle and a last one differ in what enters and leaves them, so
-that 4 layers have all functions that 48 have.
+first layer, one in the middle and a last one differ in what enters and leaves them, so that 4 layers have all functions
+that 48 have.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ process groups. Operators that would make the host wait for the device are noted
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -29,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import whale
+from tests.collecting import collect_seldom
 from tests.fake_cuda import compiled, small, traced_on
 from whale.annotations import annotate, module_scopes
 from whale.compile.assembly import assemble
@@ -326,7 +326,7 @@ def advice(name: str) -> str:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    gc.set_threshold(50_000, 10, 10)  # graphs are many objects that stay
+    collect_seldom()
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     specs = sys.argv[1:]

@@ -17,6 +17,7 @@ import transformers
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import whale
+from tests.collecting import collect_seldom
 from tests.distributed import harness, parity
 
 __all__ = ["harness", "parity", "torch", "transformers", "whale"]
@@ -35,4 +36,4 @@ if importlib.util.find_spec("accelerate"):
 # For the name of a caller torch's agents look through the files of all modules, of which there are thousands here.
 dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 gc.freeze()  # ranks collect their own garbage, and do not look through these million objects, nor copy their pages
-gc.set_threshold(50_000, 10, 10)  # graphs of steps are many objects that stay
+collect_seldom()
