@@ -163,7 +163,7 @@ def _of_fake(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if (known := _known.get(key)) is not None:
         return known.of(mode)
     result = _of_kernel(func, args, func(*args, **kwargs))
-    if len(_known) < MOST_KNOWN and (found := _Results.like(result)) is not None:
+    if len(_known) < MOST_KNOWN and (found := _Results.like(result, tensors_in([*args, *kwargs.values()]))) is not None:
         _known[key] = found
     return result
 
@@ -175,11 +175,13 @@ class _Results(NamedTuple):
     shapes: tuple[tuple[Any, ...] | None, ...]
 
     @classmethod
-    def like(cls, result: Any) -> _Results | None:
-        """Results like this one; None where it is of another kind."""
+    def like(cls, result: Any, given: Iterable[Tensor]) -> _Results | None:
+        """Results like this one, of an operator that was *given* tensors; None where it is of another kind. An operator
+        may return the memory that it was given, although its schema names no alias."""
         leaves = result if isinstance(result, list | tuple) else (result,)
         shapes: list[tuple[Any, ...] | None] = []
-        memory = set()
+        memory = {x.untyped_storage()._cdata for x in given}
+        others = len(memory)
         for x in leaves:
             if x is None:
                 shapes.append(None)
@@ -191,7 +193,7 @@ class _Results(NamedTuple):
                 return None
             memory.add(x.untyped_storage()._cdata)
             shapes.append((x.shape, x.stride(), x.dtype))
-        alone = len(memory) == sum(shape is not None for shape in shapes)
+        alone = len(memory) == others + sum(shape is not None for shape in shapes)
         return cls(type(result) if isinstance(result, list | tuple) else Tensor, tuple(shapes)) if alone else None
 
     def of(self, mode: FakeTensorMode) -> Any:
