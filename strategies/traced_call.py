@@ -8,7 +8,7 @@ tensors; nothing of the graph that they are in.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ __all__ = [
     "Trace",
     "dense",
     "fake_like",
+    "key_of",
     "known_call",
     "makes_alias",
     "makes_gradients_anew",
@@ -181,12 +182,19 @@ _known: dict[Any, Known] = {}
 _MOST_KNOWN = 1024
 
 
-def known_call(call: Call, tensors: Sequence[Tensor]) -> Known:
-    """The facts of a call with tensors like these; of modules only bridges are compared, whose names are not."""
-    given = (torch.get_default_dtype(), _frozen((call.args, call.kwargs)), *map(Kind.of, tensors))
+def key_of(call: Call, tensors: Sequence[Tensor]) -> Hashable:
+    """What the facts of a call with tensors like these depend on; None where it is not comparable: of modules only
+    bridges are, whose names are not compared."""
     module = call.module
-    target = (type(module), module.conversion) if isinstance(module, Bridge) else call.target
-    key = (target, *given) if module is None or isinstance(module, Bridge) else None
+    if module is not None and not isinstance(module, Bridge):
+        return None
+    target = call.target if module is None else (type(module), module.conversion)
+    return target, torch.get_default_dtype(), _frozen((call.args, call.kwargs)), *map(Kind.of, tensors)
+
+
+def known_call(call: Call, tensors: Sequence[Tensor]) -> Known:
+    """The facts of a call with tensors like these."""
+    key = key_of(call, tensors)
     if key in _known:
         return _known[key]
     fakes = [Kind.of(x).fake() for x in tensors]

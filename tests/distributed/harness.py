@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tests.distributed.traces import shared
 from whale.runtime.launch import World, initialize
 
 PRELOADED = "tests.distributed.preloaded"
@@ -129,7 +130,8 @@ def _serve(rank: int, size: int, port: int, timeout_seconds: float, pipe: Connec
             break
         try:
             world = world or initialize(timeout_seconds, size, "cpu")
-            outcome = Outcome(function(world, *arguments), "", "", time.monotonic())
+            with shared():
+                outcome = Outcome(function(world, *arguments), "", "", time.monotonic())
         except Exception as error:
             outcome = Outcome(None, f"{type(error).__name__}: {error}", traceback.format_exc(), time.monotonic())
         pipe.send(outcome)

@@ -20,8 +20,9 @@ import torch
 from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 
-from whale.graph.capture import Captured
+from whale.strategies import traced_call
 
 __all__ = ["FOLDER", "Kept", "dumps", "kept", "loads"]
 
@@ -57,7 +58,7 @@ class Kept:
         self.is_none = file is None or self._text == b""
 
     @property
-    def graph(self) -> Captured | None:
+    def graph(self) -> Any:
         """A graph of its own, if there is one; none where it has operators that this process defines by a capture."""
         try:
             return loads(self._text) if self._text else None
@@ -72,8 +73,8 @@ class Kept:
             part.replace(self._file)
 
 
-def dumps(captured: Captured) -> bytes:
-    """The bytes of a graph.
+def dumps(captured: Any) -> bytes:
+    """The bytes of a graph, or of what holds graphs.
 
     Raises:
         Exception: of any type, where it holds what cannot be written.
@@ -83,10 +84,9 @@ def dumps(captured: Captured) -> bytes:
     return stream.getvalue()
 
 
-def loads(text: bytes) -> Captured:
-    """A graph of its own from bytes."""
-    captured: Captured = pickle.loads(text)
-    return captured
+def loads(text: bytes) -> Any:
+    """A graph of its own, or what holds graphs, from bytes."""
+    return pickle.loads(text)
 
 
 class _Pickler(pickle.Pickler):
@@ -96,6 +96,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(x, fx.Node):
             state = (x.args, x.kwargs, x.type, x.meta)
             return _new_node, (x.graph, x.op, x.name, x.target), state, None, None, _fill
+        if x is traced_call._fakes:
+            return _mode_of_calls, ()
         if isinstance(x, FakeTensorMode):
             return _new_mode, (x.allow_non_fake_inputs,)
         if isinstance(x, FakeTensor):
@@ -124,6 +126,10 @@ def _fill(node: fx.Node, state: tuple[Any, Any, Any, dict[str, Any]]) -> None:
     node.args, node.kwargs, node.type, node.meta = state
 
 
+def _mode_of_calls() -> FakeTensorMode:
+    return traced_call._fakes
+
+
 def _new_mode(allow_non_fake_inputs: bool) -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs)
 
@@ -139,9 +145,9 @@ def _new_fake(
     is_parameter: bool,
     requires_grad: bool,
 ) -> torch.Tensor:
-    with mode:
-        whole = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=device)
-        found = whole.as_strided(shape, stride, offset) if (offset or whole.numel() != 0) else whole.reshape(shape)
+    with no_dispatch():
+        whole = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="meta")
+        found: torch.Tensor = FakeTensor(mode, whole.as_strided(shape, stride, offset), device)
     return nn.Parameter(found, requires_grad) if is_parameter else found.requires_grad_(requires_grad)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import whale
 from tests.distributed.harness import Ranks
-from tests.distributed.traces import captured_once, shared
+from tests.distributed.traces import captured_once
 from tests.largest import largest
 from whale.graph.capture import Captured, _Loss, batch_leaves
 from whale.ir.cluster import Cluster, DeviceType
@@ -109,7 +109,7 @@ class Worlds:
 
 def _isolated(world: World, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Leave the process as it was: warnings of models are not ours, and groups of finished runs keep sockets."""
-    with _quiet(), shared():
+    with _quiet():
         result = function(world, *arguments)
     dist.barrier()
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -28,11 +28,13 @@ import whale.commands.tables
 import whale.compile.builder
 import whale.compile.compile
 import whale.strategies.layers
+from tests.distributed.kept_calls import calls_known_once
 from tests.distributed.kept_graphs import dumps, kept, loads
 from whale.annotations import module_scopes
 from whale.compile import trace as trace_module
 from whale.compile.trace import Traced, trace
 from whale.graph.capture import Captured, batch_leaves, capture
+from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 
 __all__ = ["captured_once", "shared", "traced_once"]
 
@@ -177,6 +179,21 @@ def captured_once(model: nn.Module, batch: Any, **options: Any) -> Captured:
     return graph
 
 
+def conditions_once(
+    model: nn.Module, batch: Mapping[str, Any], dims: VaryingDims, **options: Any
+) -> SizeConditions | None:
+    """Find conditions on sizes as `whale.graph.size_conditions`, where no process of this run has found them."""
+    key = _key_of_call(model, batch, options)
+    if key is None:
+        return size_conditions(model, batch, dims, **options)
+    with kept(("conditions", key, tuple(dims.items()), repr(module_scopes(model)))) as file:
+        found = file.graph
+        if found is None:
+            found = size_conditions(model, batch, dims, **options)
+            file.write(b"" if found is None else dumps(found))
+    return found
+
+
 _TRACING: tuple[Any, ...] = (
     whale.api, whale.compile.builder, whale.compile.compile, whale.commands.candidates, whale.commands.planning,
     whale.commands.tables,
@@ -192,10 +209,13 @@ def shared() -> Iterator[None]:
         module.trace = traced_once
     for module in _CAPTURING:
         module.capture = captured_once
+    whale.compile.builder.size_conditions = conditions_once
     try:
-        yield
+        with calls_known_once():
+            yield
     finally:
         for module in _TRACING:
             module.trace = trace
         for module in _CAPTURING:
             module.capture = capture
+        whale.compile.builder.size_conditions = size_conditions
