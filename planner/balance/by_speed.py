@@ -18,6 +18,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.profile import Affine, ModelProfile
 from whale.ir.strategy import RECOMPUTES, Offload, Recompute, offload_steps
+from whale.ir.units import counted
 from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut
 from whale.planner.balance.shares import Remedy, Worker, fastest_shares, memory_between
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts
@@ -97,8 +98,9 @@ def pipeline_by_speed(
     """
     if num_stages * replicas != len(cluster.devices):
         raise UsageError(
-            f"{num_stages} stages of {replicas} replicas are {num_stages * replicas} devices, but the cluster has "
-            f"{len(cluster.devices)}; change the stages, the replicas or the cluster"
+            f"{counted(num_stages, 'stage')} of {counted(replicas, 'replica')} need "
+            f"{counted(num_stages * replicas, 'device')}, but the cluster has {len(cluster.devices)}; change the "
+            "stages, the replicas or the cluster"
         )
     refuse_tiny(cluster.devices, len(cluster.devices))
     if num_stages == 1:

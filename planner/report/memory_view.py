@@ -26,7 +26,7 @@ _GIB = 2**30
 
 def fullness(device: DeviceMemory) -> float:
     """Peak memory as a fraction of the capacity."""
-    return device.total / device.capacity if device.capacity else float(device.total > 0)
+    return device.total / device.capacity
 
 
 def memory_view(memory: Sequence[DeviceMemory], stages: Mapping[int, tuple[int, ...]]) -> Markup:
@@ -97,7 +97,7 @@ def _bar(
         width = size * unit
         if not size:
             continue
-        share = f"{size / device.capacity:.0%}" if device.capacity else ""
+        share = f"{size / device.capacity:.0%}"
         said = element("title", f"{name}: {bytes_text(size)} ({share} of the capacity)")
         yield element("rect", said, class_=f"{name} box", x=x, y=top, width=width, height=_ROW)
         if width > 30:

@@ -38,7 +38,7 @@ def _key(call: Call, tensors: Sequence[Tensor]) -> Hashable:
 
 
 def _known(call: Call, tensors: Sequence[Tensor]) -> Known:
-    """As `known_call`, where this process does not know it."""
+    """Do as `known_call`, where this process does not know it."""
     own, key = key_of(call, tensors), _key(call, tensors)
     if key is None or own in traced_call._known:
         return known_call(call, tensors)
@@ -54,7 +54,7 @@ def _known(call: Call, tensors: Sequence[Tensor]) -> Known:
 
 
 def _traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Trace | None:
-    """As `traced`, where no process of this run has traced it."""
+    """Do as `traced`, where no process of this run has traced it."""
     key = _key(call, tensors)
     if key is None:
         return traced(call, tensors, gradients)

@@ -97,6 +97,8 @@ def train_with_an_idle_rank(world: World) -> tuple[list[float], list[str], dict[
         errors += relative_errors(module.full_gradients(), gradients).values()
         torch.nn.utils.clip_grad_norm_(local.parameters(), 0.1)
         module.clip_grad_norm_(0.1)
+        for either in (local, module):
+            torch.nn.utils.clip_grad_value_(either.parameters(), 1e-3)
         for optimizer in made:
             optimizer.step()
             optimizer.zero_grad()

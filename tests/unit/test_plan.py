@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from whale.errors import InputFileError, PlanMismatchError
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.plan import ClusterIdentity, Plan, PlanAxis, PlanStage
-from whale.ir.workload import Prediction
+from whale.ir.workload import DeviceMemory, LinkTime, Prediction, StageWork, Workload
 
 TEXT = """\
 {
@@ -104,6 +105,26 @@ def test_the_published_schema_names_every_field() -> None:
     assert schema["additionalProperties"] is False
     assert {"PlanStage", "PlanAxis", "Prediction", "Workload"} <= set(schema["$defs"])
     json.dumps(schema)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"capacity": 8', '"capacity": 0', "memory.0.capacity: must be greater than 0"),
+        ('"forward": [0.5]', '"forward": [1e308]', "forward.0: must be at most 1e+42"),
+        ('"bandwidth": 2.0', '"bandwidth": 1e-300', "bandwidth: must be at least 0.000001"),
+    ],
+)
+def test_figures_of_a_prediction_that_cannot_be_are_refused(old: str, new: str, message: str) -> None:
+    work = StageWork(ranks=(0,), forward=(0.5,), backward=(1.0,), weights=(0.0,), kept_bytes=(0,))
+    link = LinkTime(source=0, target=1, latency=0.0, bandwidth=2.0)
+    workload = Workload(world_size=2, micro_batches=1, stages=(work,), links=(link,))
+    memory = (DeviceMemory(rank=0, device="card:0", capacity=8),)
+    prediction = Prediction(step_seconds=1.0, step_seconds_interval=(0.9, 1.1), memory=memory)
+    text = Plan.parse(TEXT).with_prediction(prediction, workload).dumps()
+    assert old in text
+    with pytest.raises(InputFileError, match=re.escape(message)):
+        Plan.parse(text.replace(old, new, 1))
 
 
 def test_a_prediction_is_of_the_decisions_it_was_made_for() -> None:

@@ -371,7 +371,7 @@ def test_a_profile_stands_in_for_the_model(profile: ModelProfile, tmp_path: Path
     assert ragged.exit_code == 0 and "1f1b, 4 micro-batches of 4 rows, the last of 1" in ragged.stdout
     for arguments, says in (
         ((), "say --batch"),
-        (("--batch", "12", "--stages", "3"), "3 stages of 1 replicas are 3 devices, but the cluster has 2"),
+        (("--batch", "12", "--stages", "3"), "3 stages of 1 replica need 3 devices, but the cluster has 2"),
         (
             ("--batch", "12", "--micro-batches", "5"),
             "12 rows does not make 5 micro-batches: with 3 rows each",

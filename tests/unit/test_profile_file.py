@@ -80,7 +80,9 @@ def test_a_profile_reads_back_and_has_one_form(tmp_path: Path) -> None:
         (("kinds", 0, "measured", 0, "forward"), [0.1, -1], "must be at least 0"),
         (("kinds", 0, "variants", 0, "tensor_degree"), "1", "must be a whole number"),
         (("links", 0, "sizes"), [], "bandwidths has 2 entries and sizes has 0"),
-        (("rates", 0, "rate"), 0, "greater than 0"),
+        (("rates", 0, "rate"), 0, "must be at least 0.000001"),
+        (("kinds", 0, "variants", 0, "parameters"), 1e300, "must be at most 1e+24"),
+        (("kinds", 0, "variants", 0, "saved", 0, "size", "bytes", 1), -1e300, "must be at least -1e+24"),
     ],
 )
 def test_what_is_wrong_with_a_profile_is_said_with_file_and_line(

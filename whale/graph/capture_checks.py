@@ -510,7 +510,7 @@ class _LinesOfModel:
 
     @classmethod
     def extract(cls) -> _LinesOfModel:
-        """As ``CapturedTraceback.extract``."""
+        """Take the place of ``CapturedTraceback.extract``."""
         return cls()
 
     def summary(self) -> StackSummary:

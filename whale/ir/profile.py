@@ -38,8 +38,13 @@ __all__ = [
     "SparseParameter",
 ]
 
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
+MOST = 1e24
+"""Limit on all figures, far beyond those of any model, so that no sum of them overflows."""
+
+NonNegative = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
+Finite = Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**40)]
+Degree = Annotated[int, Field(ge=1, le=2**40)]
 
 
 DEVICE_FIGURES = ("memory_bytes", "devices_per_node", "memory_bandwidth", "cores", *DTYPES)
@@ -53,8 +58,8 @@ class Affine(NamedTuple):
     14
     """
 
-    fixed: float
-    per_row: float
+    fixed: Finite
+    per_row: Finite
 
     def __call__(self, rows: float) -> float:
         """Its value for a number of rows, which may be a fraction (context parallelism divides a row)."""
@@ -100,7 +105,7 @@ class Kernel(Record):
     flops: Affine = Affine(0, 0)
     read: Amount = Amount()
     written: Amount = Amount()
-    count: Annotated[int, Field(ge=1)] = 1
+    count: Degree = 1
     split: bool = False
     expert: bool = False
     causal: bool = False
@@ -120,7 +125,7 @@ class Communication(Record):
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
     group: Literal["tensor", "expert", "context", "replica"] = "tensor"
     size: Amount
-    count: Annotated[int, Field(ge=1)] = 1
+    count: Degree = 1
     beside: bool = False
 
 
@@ -162,7 +167,7 @@ class RuleCosts(Record):
     kept: Amount
     working: tuple[Amount, ...] = ()
     least: int = 0
-    multiple: int = 1
+    multiple: Degree = 1
 
 
 class SparseParameter(Record):
@@ -208,10 +213,10 @@ class LayerVariant(Record):
         rules: memory under each rule that changes it; under others it is that of ``saved`` and ``working``.
     """
 
-    tensor_degree: Annotated[int, Field(ge=1)]
-    expert_degree: Annotated[int, Field(ge=1)] = 1
+    tensor_degree: Degree
+    expert_degree: Degree = 1
     experts: Experts | None = None
-    context_degree: Annotated[int, Field(ge=1)] = 1
+    context_degree: Degree = 1
     forward: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()
     forward_communications: tuple[Communication, ...] = ()
@@ -240,8 +245,8 @@ class MeasuredTimes(Record):
     """
 
     device_type: str
-    tensor_degree: Annotated[int, Field(ge=1)]
-    rows: tuple[Annotated[int, Field(ge=1)], ...]
+    tensor_degree: Degree
+    rows: tuple[Degree, ...]
     forward: tuple[NonNegative, ...]
     backward: tuple[NonNegative, ...]
     update: tuple[NonNegative, ...]
@@ -268,8 +273,8 @@ class MeasuredRate(Record):
     device_type: str
     kind: Literal["matmul", "memory"]
     dtype: str
-    dims: tuple[Annotated[int, Field(ge=1)], ...]
-    rate: Annotated[float, Field(gt=0)]
+    dims: tuple[Degree, ...]
+    rate: Annotated[float, Field(ge=1e-6, le=MOST, allow_inf_nan=False)]
     spread: NonNegative = 0
 
 
@@ -336,8 +341,8 @@ class LinkCurve(Record):
     source: str
     target: str
     types: tuple[str, ...] = ()
-    devices: Annotated[int, Field(ge=1)]
-    target_devices: Annotated[int, Field(ge=1)] | None = None
+    devices: Degree
+    target_devices: Degree | None = None
     within: Literal["node", "nodes"]
     coefficients: tuple[float, ...] = ()
     maximum: NonNegative = 0
@@ -407,7 +412,7 @@ class ModelProfile(FileRecord):
     experts: tuple[tuple[str, ...], ...] = ()
     kinds: tuple[LayerKind, ...]
     precision: str = "float32"
-    row_tokens: Annotated[int, Field(ge=1)] = 1
+    row_tokens: Degree = 1
     row_bytes: NonNegative = 0
     device_types: dict[str, dict[str, float]] = Field(default_factory=dict)
     links: tuple[LinkCurve, ...] = ()

@@ -143,7 +143,7 @@ def in_words(message: str) -> str:
     """
     for pattern, words in _WORDS:
         message = re.sub(pattern, words, message)
-    return message
+    return re.sub(r"\d{16,}", lambda digits: f"{float(digits[0]):.4g}", message)
 
 
 def _keys(annotation: Any, place: Sequence[int | str]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from whale.ir.files import write_file
 from whale.ir.json_text import format_json
 from whale.ir.plan import Hash, Name
 from whale.ir.record import FileRecord, Record
+from whale.ir.workload import Seconds
 
 __all__ = ["MAX_POINTS", "RecordedCandidate", "RecordedDrop", "RecordedPoint", "SearchRecord"]
 
@@ -22,7 +23,6 @@ MAX_POINTS = 20_000
 """Limit on recorded points: the best and a sample of the others."""
 
 Text = Annotated[str, StringConstraints(max_length=1000)]
-Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 

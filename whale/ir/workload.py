@@ -26,8 +26,9 @@ __all__ = [
     "Workload",
 ]
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e42, allow_inf_nan=False)]
+"""Beyond what the largest figures of a profile take on the slowest device; sums of them are finite."""
+Bytes = Annotated[int, Field(ge=0, le=2**256)]
 Rank = Annotated[int, Field(ge=0)]
 
 
@@ -102,7 +103,7 @@ class LinkTime(Record):
     source: Rank
     target: Rank
     latency: Seconds
-    bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    bandwidth: Annotated[float, Field(ge=1e-6, allow_inf_nan=False)]
     resources: tuple[str, ...] = ()
 
 
@@ -152,7 +153,7 @@ class DeviceMemory(Record):
 
     rank: Rank
     device: str
-    capacity: Bytes
+    capacity: Annotated[int, Field(gt=0, le=2**256)]
     parameters: Bytes = 0
     gradients: Bytes = 0
     optimizer: Bytes = 0
@@ -220,5 +221,5 @@ class Prediction(Record):
     fits: bool = True
     source: Literal["measured", "modelled"] = "modelled"
     bubble: Annotated[float, Field(ge=0, le=1)] = 0.0
-    flops: Seconds = 0.0
-    mfu: Seconds = 0.0
+    flops: Annotated[float, Field(ge=0, le=1e42, allow_inf_nan=False)] = 0.0
+    mfu: Annotated[float, Field(ge=0, le=1e42, allow_inf_nan=False)] = 0.0

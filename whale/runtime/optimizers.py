@@ -473,7 +473,8 @@ def _over_ranks(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _noted(clip: Callable[..., Any]) -> Callable[..., Any]:
     """A function that clips gradients; the next step compares whether all ranks have done so. Where ranks have all of
-    every gradient, none would wait for another here."""
+    every gradient, none would wait for another here. A rank that has none, such as one without work or of a frozen
+    stage, clips nothing."""
 
     @functools.wraps(clip)
     def noted(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -485,7 +486,8 @@ def _noted(clip: Callable[..., Any]) -> Callable[..., Any]:
                 limit = next(iter([*args, *kwargs.values()]), None)
                 shown = f"{limit:.4g}" if isinstance(limit, (int, float)) else "..."
                 engine.done[f"{clip.__name__.lstrip('_')}({shown})"] += 1
-        return clip(given, *args, **kwargs)
+        has_none = all(x.grad is None for x in given) and any(not engine.holds_all for engine in _engines)
+        return None if has_none else clip(given, *args, **kwargs)
 
     return noted
 
