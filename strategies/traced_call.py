@@ -183,8 +183,8 @@ _MOST_KNOWN = 1024
 
 
 def key_of(call: Call, tensors: Sequence[Tensor]) -> Hashable:
-    """Return what the facts of a call with tensors like these depend on; None where it is not comparable: of modules only
-    bridges are, whose names are not compared."""
+    """Return what the facts of a call with tensors like these depend on; None where that is not comparable: of modules
+    only bridges are, whose names are not compared."""
     module = call.module
     if module is not None and not isinstance(module, Bridge):
         return None
