@@ -98,6 +98,14 @@ ROWS_OF: dict[str, tuple[tuple[int, ...], Function]] = {
 }
 
 
+COUPLED: dict[str, tuple[tuple[int, ...], Function]] = {
+    "cov": ((6,), lambda h, y: torch.cov(h.T)),
+    "cov of weighted rows": ((6,), lambda h, y: h.T.cov(correction=0, fweights=y + 1, aweights=h[:, 0].exp())),
+    "corrcoef": ((6,), lambda h, y: torch.corrcoef(h.T)),
+}
+"""Those that need all rows at once."""
+
+
 def layer(name: str) -> nn.Module:
     """The layer before a function that is named for one."""
     if name == "instance norm in evaluation":
@@ -112,7 +120,7 @@ def layer(name: str) -> nn.Module:
 class Ending(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.shape, self.function = ROWS_OF[name]
+        self.shape, self.function = {**ROWS_OF, **COUPLED}[name]
         self.scale, self.layer = nn.Parameter(torch.tensor(1.1)), layer(name)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -130,7 +138,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         width = 1
-        for size in ROWS_OF[name][0]:
+        for size in {**ROWS_OF, **COUPLED}[name][0]:
             width *= size
         self.first, self.ending = nn.Linear(5, width), Ending(name)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import whale
 from tests.distributed.parity import worlds as worlds_of_a_module
 from tests.distributed.two_ranks import Two
-from tests.torch_functions import ROWS_OF, error
+from tests.torch_functions import COUPLED, ROWS_OF, error
 from whale.runtime.launch import World
 
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
@@ -37,6 +37,16 @@ def all_errors(world: World, layout: str) -> dict[str, float]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_functions_of_torch_are_exact_on_two_ranks(ranks: Two, layout: str) -> None:
     for found in ranks.run(all_errors, layout):
+        assert {name: worst for name, worst in found.items() if worst > 1e-12} == {}
+
+
+def coupled_errors(world: World, layout: str) -> dict[str, float]:
+    return {name: error(name, LAYOUTS[layout][0]) for name in COUPLED}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_statistics_of_all_rows_are_exact_on_two_ranks(ranks: Two, layout: str) -> None:
+    for found in ranks.run(coupled_errors, layout):
         assert {name: worst for name, worst in found.items() if worst > 1e-12} == {}
 
 

@@ -136,6 +136,33 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
     return torch.histc(input.double(), minlength, 0, minlength - 1).long()
 
 
+def _cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """``cov`` as torch computes it, without its checks of the weights' values."""
+    x = input.reshape(1, -1) if input.dim() < 2 else input
+    given = [w.to(x.dtype) for w in (fweights, aweights) if w is not None]
+    weights = given[0] * given[-1] if len(given) > 1 else given[0] if given else None
+    total = x.shape[1] if weights is None else weights.sum()
+    weighted = x if weights is None else x * weights
+    x = x - (weighted.sum(1) / total).unsqueeze(1)
+    lost = correction if aweights is None or weights is None else correction * (weights * aweights).sum() / total
+    count = max(total - lost, 0) if weights is None else (total - lost).clamp(min=0)
+    return (torch.mm(x, (x if weights is None else x * weights).t().conj()) / count).squeeze()
+
+
+def _corrcoef(input: Tensor) -> Tensor:
+    """``corrcoef`` as torch computes it."""
+    found = _cov(input)
+    if found.dim() == 0:
+        return found / found
+    deviations = found.diag().real.sqrt() if found.is_complex() else found.diag().sqrt()
+    found = found / deviations.view(-1, 1) / deviations.view(1, -1)
+    if found.is_complex():
+        return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1))
+    return found.clip(-1, 1)
+
+
 def _rand(*args: Any, **kwargs: Any) -> Tensor:
     found: Any = torch.rand(*args, **kwargs)
     found._is_drawn = found.dim() == 0
@@ -152,6 +179,10 @@ def _less(x: Any, other: Any) -> Any:
 STAND_INS: dict[Any, Callable[..., Any]] = {
     torch.bincount: _bincount,
     Tensor.bincount: _bincount,
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
     torch.rand: _rand,
     Tensor.lt: _less,
     F.l1_loss: _l1_loss,
