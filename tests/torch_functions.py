@@ -48,6 +48,13 @@ def angles(h: Tensor) -> Tensor:
     return h[:, :2, 0, :3] * 0.3
 
 
+def spoken(h: Tensor) -> Tensor:
+    """Signals with more of their higher frequencies."""
+    window = torch.hann_window(8, dtype=h.dtype)
+    spectra = torch.stft(h, 8, window=window, return_complex=True)
+    return torch.istft(spectra * torch.arange(5)[:, None], 8, window=window, length=16)
+
+
 FLAT: dict[str, Function] = {
     "l1_loss with weights": lambda h, y: F.l1_loss(h, named(h, y), weight=named(h, y) + 0.5),
     "multi_margin_loss": lambda h, y: F.multi_margin_loss(h, y),
@@ -77,6 +84,7 @@ FLAT: dict[str, Function] = {
 }
 ROWS_OF: dict[str, tuple[tuple[int, ...], Function]] = {
     **{name: ((6,), function) for name, function in FLAT.items()},
+    "stft and back": ((16,), lambda h, y: spoken(h)),
     "ctc_loss": ((12, 5), lambda h, y: F.ctc_loss(paths(h), words(y), (12,) * 8, (3,) * 8)),
     "ctc_loss with tensors": ((12, 5), lambda h, y: F.ctc_loss(paths(h), words(y), 12 - y, y % 3 + 1)),
     "ctc_loss of rows": (
@@ -103,7 +111,7 @@ COUPLED: dict[str, tuple[tuple[int, ...], Function]] = {
     "cov of weighted rows": ((6,), lambda h, y: h.T.cov(correction=0, fweights=y + 1, aweights=h[:, 0].exp())),
     "corrcoef": ((6,), lambda h, y: torch.corrcoef(h.T)),
 }
-"""Those that need all rows at once."""
+"""Functions that need all rows at once."""
 
 
 def layer(name: str) -> nn.Module:

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from whale.graph.canonical import canonicalize, emit, functional
+from whale.graph.capture_checks import DATA_DEPENDENT, located, place_of_node
 from whale.graph.values import is_call
 
 __all__ = ["inline_parts", "parts_of", "write_out_composites"]
@@ -65,7 +67,11 @@ def parts_of(node: fx.Node) -> fx.Graph | None:
     if mode is None:
         return None
     with mode, torch.no_grad():
-        parts: fx.Graph = make_fx(functionalize(call))(*values).graph
+        try:
+            parts: fx.Graph = make_fx(functionalize(call))(*values).graph
+        except DataDependentOutputException as error:
+            message = f"the model cannot be captured: in {node.target}, {DATA_DEPENDENT}"
+            raise located(message, place_of_node(node)) from error
     calls = [part for part in parts.nodes if part.op not in ("placeholder", "output")]
     if any(part.op == "get_attr" or part.target is node.target for part in calls) or not _without_writes(parts):
         return None
@@ -182,6 +188,76 @@ def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
     return x.reshape(n, groups, channels // groups, *space).transpose(1, 2).reshape(x.shape)
 
 
+def _padded(window: Tensor | None, width: int, x: Tensor, n_fft: int) -> Tensor:
+    """A window of short Fourier transforms, in the middle of one of *n_fft* samples."""
+    window = torch.ones(width, dtype=x.dtype.to_real(), device=x.device) if window is None else window
+    left = (n_fft - width) // 2
+    return torch.nn.functional.pad(window, (left, n_fft - width - left)) if width != n_fft else window
+
+
+def _stft(
+    x: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> Tensor:
+    """``stft`` of signals as torch computes it, whose frames are windows of a dim."""
+    width = win_length or n_fft
+    given = x if x.dim() == 2 else x.unsqueeze(0)
+    if align_to_window:
+        given = torch.nn.functional.pad(given, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
+    frames = given.unfold(1, n_fft, hop_length or n_fft // 4)
+    if window is not None or width != n_fft:
+        frames = frames * _padded(window, width, x, n_fft)
+    norm = "ortho" if normalized else "backward"
+    is_half = onesided if onesided is not None else not frames.is_complex()
+    found = (torch.fft.rfft if is_half else torch.fft.fft)(frames, dim=-1, norm=norm).transpose(1, 2)
+    found = found if x.dim() == 2 else found.squeeze(0)
+    return found if return_complex else torch.view_as_real(found)
+
+
+def _istft(
+    x: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Tensor:
+    """``istft`` (frequencies, frames) as torch computes it, without its check that windows leave no gap."""
+    hop = hop_length or n_fft // 4
+    spectra = (x if x.dim() == 3 else x.unsqueeze(0)).transpose(1, 2)
+    count = spectra.shape[1]
+    whole = n_fft + hop * (count - 1)
+    window = _padded(window, win_length or n_fft, x, n_fft)
+    norm = "ortho" if normalized else "backward"
+    if return_complex:
+        frames = torch.fft.ifft(spectra, dim=-1, norm=norm)
+    else:
+        frames = torch.fft.irfft(spectra[..., : n_fft // 2 + 1], n_fft, dim=-1, norm=norm)
+    frames = frames * window.view(1, 1, n_fft)
+    places = torch.arange(whole, device=x.device).unfold(0, n_fft, hop).flatten()
+
+    def added(frames: Tensor) -> Tensor:
+        return frames.new_zeros(len(frames), whole).index_add(1, places, frames.flatten(1))
+
+    start = n_fft // 2 if center else 0
+    end = whole - start if length is None else start + length
+    squares = window.pow(2).expand(1, count, n_fft)
+    found = added(frames)[:, start:end] / added(squares)[:, start:end]
+    found = torch.nn.functional.pad(found, (0, end - whole)) if end > whole else found
+    return found if x.dim() == 3 else found.squeeze(0)
+
+
 _KERNELS: dict[Any, Callable[..., Tensor]] = {
     aten.multi_margin_loss.default: _multi_margin_loss,
     aten.multilabel_margin_loss.default: _multilabel_margin_loss,
@@ -190,4 +266,6 @@ _KERNELS: dict[Any, Callable[..., Tensor]] = {
     aten.fake_quantize_per_tensor_affine.tensor_qparams: _fake_quantize,
     aten.fake_quantize_per_channel_affine.default: _fake_quantize_channels,
     aten.channel_shuffle.default: _channel_shuffle,
+    aten.stft.default: _stft,
+    aten.istft.default: _istft,
 }

@@ -143,12 +143,13 @@ def _cov(
     x = input.reshape(1, -1) if input.dim() < 2 else input
     given = [w.to(x.dtype) for w in (fweights, aweights) if w is not None]
     weights = given[0] * given[-1] if len(given) > 1 else given[0] if given else None
-    total = x.shape[1] if weights is None else weights.sum()
-    weighted = x if weights is None else x * weights
-    x = x - (weighted.sum(1) / total).unsqueeze(1)
-    lost = correction if aweights is None or weights is None else correction * (weights * aweights).sum() / total
-    count = max(total - lost, 0) if weights is None else (total - lost).clamp(min=0)
-    return (torch.mm(x, (x if weights is None else x * weights).t().conj()) / count).squeeze()
+    if weights is None:
+        x = x - (x.sum(1) / x.shape[1]).unsqueeze(1)
+        return (torch.mm(x, x.t().conj()) / max(x.shape[1] - correction, 0)).squeeze()
+    total = weights.sum()
+    lost = correction if aweights is None else correction * (weights * aweights).sum() / total
+    x = x - ((x * weights).sum(1) / total).unsqueeze(1)
+    return (torch.mm(x, (x * weights).t().conj()) / (total - lost).clamp(min=0)).squeeze()
 
 
 def _corrcoef(input: Tensor) -> Tensor:
