@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from whale.graph.canonical import COMPUTED
 from whale.graph.row_wise import by_target
 from whale.runtime.collectives import Bridge
 from whale.runtime.derivative import noting_saved
@@ -338,8 +339,8 @@ def _frozen(x: Any) -> Any:
     return ("hole", x.number) if isinstance(x, Hole) else (type(x), x)
 
 
-_SAME = {aten.detach.default, aten.alias.default}
-"""Operators that do nothing below autograd."""
+_SAME = {aten.detach.default, aten.alias.default, aten.resolve_conj.default, aten.resolve_neg.default}
+"""Operators that do nothing below autograd, where no tensor is a view of its conjugate or its negative."""
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 """Operators that fail for tensors in another layout: a few kernels, such as that of the gradient of CTC, return another
@@ -355,6 +356,8 @@ def _simplify(trace: Trace) -> None:
             node.replace_all_uses_with(same[node])
         elif node.target in _VIEWS:
             node.target = aten.reshape.default
+        elif node.target in COMPUTED:
+            node.target = COMPUTED[node.target]
     trace.results = [same.get(x, x) for x in trace.results]
     trace.gradients = [same.get(x, x) for x in trace.gradients]
     for node in reversed(list(trace.graph.nodes)):

@@ -192,6 +192,7 @@ def _shape() -> Iterator[Sample]:
     yield S(aten.view_as_complex.default, x(4, 6, 2).detach())
     yield S(aten.real.default, torch.complex(data(4, 6), data(4, 6)))
     yield S(aten.imag.default, torch.complex(data(4, 6), data(4, 6)))
+    yield S(aten.conj_physical.default, torch.complex(data(4, 6), data(4, 6)), offers=("S(0)->S(0)", "P->P"))
     yield S(aten._to_copy.default, x(4, 6).detach().float().requires_grad_(), dtype=torch.float64, offers=("P->P",))
     yield S(aten._to_copy.default, ints(9, 4), dtype=torch.float64)
     yield S(aten.split.Tensor, x(4, 6), 3, 1, offers=("S(0)->S(0),S(0)", "S(1)->S(1),S(1)", "P->P,P"))

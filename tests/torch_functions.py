@@ -70,6 +70,10 @@ FLAT: dict[str, Function] = {
     "margin_ranking_loss": lambda h, y: F.margin_ranking_loss(h[:, 0], h[:, 1], signs(y), margin=0.2),
     "gaussian_nll_loss": lambda h, y: F.gaussian_nll_loss(h, named(h, y), h.clamp(min=0), eps=0.1, full=True),
     "gaussian_nll_loss of rows": lambda h, y: F.gaussian_nll_loss(h, named(h, y), h.exp().mean(1), reduction="sum"),
+    "products with a conjugate": lambda h, y: (torch.complex(h, 2 * h) * torch.complex(h, h + 1).conj()).angle(),
+    "parts of a conjugate": lambda h, y: torch.polar(h.exp(), h).conj().imag * torch.complex(h, -h).conj().real,
+    "correlation by transforms": lambda h, y: torch.fft.ifft(torch.fft.fft(h) * torch.fft.fft(2 * h + 1).conj()).real,
+    "norms of conjugates": lambda h, y: torch.linalg.vector_norm(torch.complex(h, h + 1).conj(), dim=1),
     "pairwise_distance": lambda h, y: F.pairwise_distance(h, h.flip(1), p=1.5),
     "fake_quantize_per_tensor_affine": lambda h, y: torch.fake_quantize_per_tensor_affine(h, 0.1, 3, -8, 7),
     "fake quantization by tensors": lambda h, y: torch.fake_quantize_per_tensor_affine(
@@ -109,6 +113,7 @@ ROWS_OF: dict[str, tuple[tuple[int, ...], Function]] = {
 COUPLED: dict[str, tuple[tuple[int, ...], Function]] = {
     "cov": ((6,), lambda h, y: torch.cov(h.T)),
     "cov of weighted rows": ((6,), lambda h, y: h.T.cov(correction=0, fweights=y + 1, aweights=h[:, 0].exp())),
+    "products with an adjoint": ((6,), lambda h, y: (torch.complex(h, 2 * h) @ torch.complex(h, h).mH).abs()),
     "corrcoef": ((6,), lambda h, y: torch.corrcoef(h.T)),
 }
 """Functions that need all rows at once."""

@@ -39,8 +39,9 @@ def _expand(op: Op) -> Rule:
 
 
 @register(
-    "aten.clone", "aten.detach", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag", "aten._to_copy"
-)
+    "aten.clone", "aten.detach", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag",
+    "aten.conj_physical", "aten._to_copy",
+)  # fmt: skip
 def _same(op: Op) -> Rule:
     return Rule(axes=same_axes(op, 0), linear=_FIRST)
 

@@ -363,6 +363,20 @@ _NEW: dict[Any, Any] = {
 }
 
 
+COMPUTED: dict[Any, Any] = {
+    aten._conj.default: aten.conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
+"""Operators that only mark a view, as of a conjugate, and those that compute the same values. Marks depend on how a
+tensor came to be, which graphs do not know of what they receive; and not all operators take marked tensors."""
+
+
+def _computed(graph: fx.Graph, node: fx.Node) -> None:
+    with graph.inserting_before(node):
+        made = emit(graph, node, COMPUTED[node.target], *node.args)
+    _replace(graph, node, made)
+
+
 def _cat(graph: fx.Graph, node: fx.Node) -> None:
     """Remove concatenations with empty tensors (an empty key-value cache)."""
     node.target = aten.cat.default
@@ -667,6 +681,8 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten._to_copy.default: _cast,
     aten.type_as.default: _cast,
     aten.contiguous.default: _identity,
+    aten.resolve_conj.default: _identity,
+    aten.resolve_neg.default: _identity,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,
@@ -732,7 +748,7 @@ _REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     aten.adaptive_avg_pool1d.default: _adaptive_mean,
     aten.adaptive_avg_pool2d.default: _adaptive_mean,
     aten.adaptive_avg_pool3d.default: _adaptive_mean,
-} | dict.fromkeys(_NEW, _new) | {
+} | dict.fromkeys(_NEW, _new) | dict.fromkeys(COMPUTED, _computed) | {
     getattr(aten, name).default: _elementwise_loss
     for name in (
         "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
