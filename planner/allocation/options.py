@@ -82,15 +82,21 @@ class Options:
         given = [f"{count} {kind.name}" for count, kind in zip(self.counts[option], self.kinds, strict=True) if count]
         return " + ".join(given) or "none"
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Devices of the cluster by type."""
+        found: dict[str, int] = {}
+        for kind, number in zip(self.kinds, self.capacity, strict=True):
+            found[kind.device_type] = found.get(kind.device_type, 0) + number
+        return found
+
     def index(self, devices: Mapping[str, int]) -> int | None:
         """The option with these numbers of devices by type; None if there is none.
 
         Raises:
             UsageError: a type that the cluster does not have, or fewer of it than given.
         """
-        known: dict[str, int] = {}
-        for kind, number in zip(self.kinds, self.capacity, strict=True):
-            known[kind.device_type] = known.get(kind.device_type, 0) + number
+        known = self.numbers
         if unknown := sorted(set(devices) - known.keys()):
             raise UsageError(f"devices: the cluster has no {unknown[0]}, but {', '.join(sorted(known))}")
         if more := sorted(name for name, number in devices.items() if number > known[name]):

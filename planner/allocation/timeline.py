@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whale.errors import UsageError
+from whale.ir.units import counted
 
 __all__ = ["NOTHING", "Change", "Demand", "Phase", "Rule", "Timeline", "simulate"]
 
@@ -164,7 +165,7 @@ def simulate(
         ends += [*(job.arrival_seconds for job in coming[:1]), *(change.seconds for change in changing[:1])]
         end = min(ends)
         if end == inf:
-            raise UsageError(f"{len(here)} jobs cannot run on any of the devices that are there")
+            raise UsageError(f"{counted(len(here), 'job')} can run on none of the devices that are there")
         done |= {job.number: now + job.left_seconds for job in here if now + job.left_seconds <= end}
         here, now = [job.after(end - now) for job in here if now + job.left_seconds > end], end
     total = sum(job.weight * (done[job.number] - job.arrival_seconds) for job in jobs)

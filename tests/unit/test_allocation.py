@@ -177,7 +177,7 @@ def test_the_job_on_a_device_that_fails_starts_again_with_what_it_saved() -> Non
 
 
 def test_jobs_that_nothing_can_run_are_named() -> None:
-    with pytest.raises(UsageError, match="1 jobs cannot run on any of the devices"):
+    with pytest.raises(UsageError, match="1 job can run on none of the devices"):
         simulate([Demand(number=0, work=1.0, speeds=np.zeros(3))], ONE_OR_TWO, (2,), first_come(ONE_OR_TWO))
 
 
@@ -384,6 +384,33 @@ def test_a_job_that_fits_nowhere_is_named(folder: Path, tmp_path: Path) -> None:
     result = run(tmp_path)
     assert result.exit_code == 4
     assert "job 'long'" in result.stderr and "fits on no devices" in result.stderr
+
+
+def with_jobs(folder: Path, tmp_path: Path, text: str) -> Path:
+    (tmp_path / "model.json").write_text((folder / "model.json").read_text())
+    (tmp_path / "jobs.toml").write_text(text)
+    (tmp_path / "cluster.toml").write_text(MACHINES)
+    return tmp_path
+
+
+def test_a_job_that_may_have_fewer_devices_than_it_has_gets_these(folder: Path, tmp_path: Path) -> None:
+    result = run(with_jobs(folder, tmp_path, JOBS + "max_devices = 1\ndevices = {cpu-fast = 2}\n"), "--json")
+    assert result.exit_code == 0, result.output
+    short = next(job for job in json.loads(result.stdout)["jobs"] if job["name"] == "short")
+    assert len(short["devices"]) <= 1
+
+
+def test_two_jobs_have_not_the_same_devices(folder: Path, tmp_path: Path) -> None:
+    text = JOBS.replace("[[jobs]]", "[[jobs]]\ndevices = {cpu-slow = 1}")
+    result = run(with_jobs(folder, tmp_path, text))
+    assert result.exit_code == 2
+    assert "cpu-slow, but long has 1, short has 1; a device is of one job" in result.stderr
+
+
+def test_no_job_is_named_as_the_cluster_file_of_another(folder: Path, tmp_path: Path) -> None:
+    result = run(with_jobs(folder, tmp_path, JOBS.replace('"short"', '"long.cluster"')))
+    assert result.exit_code == 3
+    assert "'long.cluster' names the cluster file of 'long'; choose another" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -492,6 +492,9 @@ def test_another_model_or_optimizer_is_refused_with_the_difference(runs: Runs) -
         whale.load_checkpoint(runs.directory, wide, optimizer=torch.optim.AdamW(wide.parameters()))
     with pytest.raises(CheckpointError, match="has the state of AdamW as optimizer, but SGD was given"):
         whale.load_checkpoint(runs.directory, runs.model, optimizer=torch.optim.SGD(runs.model.parameters(), lr=1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.AdamW(runs.model.parameters()), 2)
+    with pytest.raises(CheckpointError, match="has the state of AdamW as optimizer, but an object was given"):
+        whale.load_checkpoint(runs.directory, runs.model, optimizer=scheduler)
     with pytest.raises(CheckpointError, match="has the states of optimizer beside the model, but none were given"):
         whale.load_checkpoint(runs.directory, runs.model)
     assert whale.load_checkpoint(runs.directory, runs.model, strict=False) is not None

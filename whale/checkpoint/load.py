@@ -214,10 +214,19 @@ class _Loading:
                 f"{', '.join(sorted(given)) or 'none'} were given: give the objects that were saved, by their names, "
                 "or strict=False"
             )
-        for of, optimizer in self.kinds.optimizers.items():
-            wanted, found = class_of_states(optimizer), self.manifest.optimizers.get(of)
-            if found is not None and found != wanted:
-                raise Mismatch(f"{self.reader.folder} has the state of {found} as {of}, but {wanted} was given")
+        optimizers = {of: class_of_states(optimizer) for of, optimizer in self.kinds.optimizers.items()}
+        saved_as, given_as = (
+            {**dict.fromkeys(models, "a model"), **dict.fromkeys(objects, "an object"), **states}
+            for models, objects, states in (
+                (self.manifest.names, self.manifest.objects, self.manifest.optimizers),
+                (self.kinds.models, self.kinds.objects, optimizers),
+            )
+        )
+        for of in saved_as.keys() & given_as.keys():
+            if saved_as[of] != given_as[of]:
+                raise Mismatch(
+                    f"{self.reader.folder} has the state of {saved_as[of]} as {of}, but {given_as[of]} was given"
+                )
 
     def _read_object(self, of: str, value: Any) -> None:
         """The state that an object has on this rank: its own, if as many ranks have saved; else rank 0's. Generators

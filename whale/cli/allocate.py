@@ -76,6 +76,7 @@ def allocate(jobs_file: Path, cluster_file: str, search_seconds: float, output: 
     cluster = load_cluster(cluster_file, next(iter(given.values()), None))
     options = options_of(cluster)
     held = {job.name: _held(job, options) for job in jobs.jobs}
+    _refuse_shared(jobs, options)
     profiles = {
         job.name: given.get(job.name) or _captured(job, jobs_file.parent, cluster, max(job.batch)).profile
         for job in jobs.jobs
@@ -130,6 +131,19 @@ def _held(job: Job, options: Options) -> int:
     if found is None:
         note(f"job {job.name} has devices that are no whole part of a node or nodes: it will get others")
     return found or 0
+
+
+def _refuse_shared(jobs: Jobs, options: Options) -> None:
+    """Refuse more devices of a type, of all jobs together, than the cluster has.
+
+    Raises:
+        UsageError: there are fewer.
+    """
+    for type_, number in options.numbers.items():
+        have = {job.name: job.devices[type_] for job in jobs.jobs if job.devices.get(type_)}
+        if sum(have.values()) > number:
+            said = ", ".join(f"{name} has {count}" for name, count in have.items())
+            raise UsageError(f"devices: the cluster has {number} {type_}, but {said}; a device is of one job")
 
 
 def _speeds(
@@ -202,9 +216,11 @@ class _Answer:
         from whale.planner.allocation.timeline import Demand, simulate
 
         restart = jobs.restart_seconds
+        rates = {job.name: own.rows_per_second for job, own in zip(jobs.jobs, speeds, strict=True)}
+        held = {name: option if rates[name][option] else 0 for name, option in held.items()}  # else it starts again
         demands = [
-            Demand(number=number, work=job.rows, weight=job.weight, speeds=own.rows_per_second, held=held[job.name])
-            for number, (job, own) in enumerate(zip(jobs.jobs, speeds, strict=True))
+            Demand(number=number, work=job.rows, weight=job.weight, speeds=rates[job.name], held=held[job.name])
+            for number, job in enumerate(jobs.jobs)
         ]
         counts = options.counts
         rules: dict[str, Rule] = {

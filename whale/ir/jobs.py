@@ -100,6 +100,11 @@ class Jobs(Record):
         if twice:
             last = max(index for index, job in enumerate(self.jobs) if job.name == twice[0])
             raise ValueError(f"jobs.{last}.name: two jobs are named {twice[0]!r}; give each its own name")
+        names = {job.name for job in self.jobs}
+        for index, job in enumerate(self.jobs):
+            if job.name.endswith(".cluster") and job.name.removesuffix(".cluster") in names:
+                other = job.name.removesuffix(".cluster")
+                raise ValueError(f"jobs.{index}.name: {job.name!r} names the cluster file of {other!r}; choose another")
         return self
 
     @classmethod
