@@ -130,7 +130,7 @@ DATA = ["depends on a tensor's values", "torch.where"]
         ("x = x[x[:, 0].nonzero().squeeze(1)]", DATA),
         ("x = x[x > 0].sum() * x", DATA),
         ("x = x * x.tolist()[0][0]", DATA),
-        ("x = x * torch.cov(x.T).sum()", ["in cov, control flow", *DATA]),
+        ("x = x * torch.linalg.lstsq(x, x).solution.sum()", ["in linalg_lstsq, control flow", *DATA]),
         ("x = x * nn.functional.one_hot(x.long().abs()).sum()", ["in one_hot, control flow", *DATA]),
         ("x = torch.distributions.Gamma(x.exp(), x.exp(), validate_args=True).rsample()", ["in Gamma", *DATA]),
         (
