@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch._ops import OpOverload
 
-from tests.distributed.kept_graphs import dumps, kept
+from tests.distributed.kept_graphs import dumps_if_possible, kept
 from whale.strategies import differentiation, traced_call
 from whale.strategies.traced_call import Call, Kind, Known, Trace, key_of, known_call, traced
 
@@ -45,7 +45,7 @@ def _known(call: Call, tensors: Sequence[Tensor]) -> Known:
     with kept(("known", key)) as file:
         if (found := file.graph) is None:
             known = known_call(call, tensors)
-            file.write(_bytes((known.results, known.saved)))
+            file.write(dumps_if_possible((known.results, known.saved)))
             return known
     if len(traced_call._known) >= traced_call._MOST_KNOWN:
         traced_call._known.clear()
@@ -63,13 +63,5 @@ def _traced(call: Call, tensors: Sequence[Tensor], gradients: Sequence[Tensor | 
         if (found := file.graph) is None:
             found = traced(call, tensors, gradients)
             plain = found is not None and not found.modules and not list(found.root.buffers())
-            file.write(_bytes(found) if plain else b"")
+            file.write(dumps_if_possible(found) if plain else b"")
     return found
-
-
-def _bytes(found: object) -> bytes:
-    """Its bytes; none where it has none."""
-    try:
-        return dumps(found)
-    except Exception:
-        return b""

@@ -24,7 +24,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from whale.strategies import traced_call
 
-__all__ = ["FOLDER", "Kept", "dumps", "kept", "loads"]
+__all__ = ["FOLDER", "Kept", "dumps", "dumps_if_possible", "kept", "loads"]
 
 FOLDER = "WHALE_TESTS_GRAPHS"
 """Environment variable: the folder of a run's graphs; without it nothing is kept."""
@@ -82,6 +82,16 @@ def dumps(captured: Any) -> bytes:
     stream = io.BytesIO()
     _Pickler(stream).dump(captured)
     return stream.getvalue()
+
+
+def dumps_if_possible(captured: Any) -> bytes:
+    """The bytes of a graph, or of what holds graphs; none where it has none that can be read."""
+    try:
+        text = dumps(captured)
+        loads(text)
+    except Exception:  # of any type
+        return b""
+    return text
 
 
 def loads(text: bytes) -> Any:

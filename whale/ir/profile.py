@@ -44,7 +44,7 @@ MOST = 1e24
 NonNegative = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Finite = Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**40)]
-Degree = Annotated[int, Field(ge=1, le=2**40)]
+Positive = Annotated[int, Field(ge=1, le=2**40)]
 
 
 DEVICE_FIGURES = ("memory_bytes", "devices_per_node", "memory_bandwidth", "cores", *DTYPES)
@@ -105,7 +105,7 @@ class Kernel(Record):
     flops: Affine = Affine(0, 0)
     read: Amount = Amount()
     written: Amount = Amount()
-    count: Degree = 1
+    count: Positive = 1
     split: bool = False
     expert: bool = False
     causal: bool = False
@@ -125,7 +125,7 @@ class Communication(Record):
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
     group: Literal["tensor", "expert", "context", "replica"] = "tensor"
     size: Amount
-    count: Degree = 1
+    count: Positive = 1
     beside: bool = False
 
 
@@ -167,7 +167,7 @@ class RuleCosts(Record):
     kept: Amount
     working: tuple[Amount, ...] = ()
     least: int = 0
-    multiple: Degree = 1
+    multiple: Positive = 1
 
 
 class SparseParameter(Record):
@@ -213,10 +213,10 @@ class LayerVariant(Record):
         rules: memory under each rule that changes it; under others it is that of ``saved`` and ``working``.
     """
 
-    tensor_degree: Degree
-    expert_degree: Degree = 1
+    tensor_degree: Positive
+    expert_degree: Positive = 1
     experts: Experts | None = None
-    context_degree: Degree = 1
+    context_degree: Positive = 1
     forward: tuple[Kernel, ...] = ()
     backward: tuple[Kernel, ...] = ()
     forward_communications: tuple[Communication, ...] = ()
@@ -245,8 +245,8 @@ class MeasuredTimes(Record):
     """
 
     device_type: str
-    tensor_degree: Degree
-    rows: tuple[Degree, ...]
+    tensor_degree: Positive
+    rows: tuple[Positive, ...]
     forward: tuple[NonNegative, ...]
     backward: tuple[NonNegative, ...]
     update: tuple[NonNegative, ...]
@@ -273,7 +273,7 @@ class MeasuredRate(Record):
     device_type: str
     kind: Literal["matmul", "memory"]
     dtype: str
-    dims: tuple[Degree, ...]
+    dims: tuple[Positive, ...]
     rate: Annotated[float, Field(ge=1e-6, le=MOST, allow_inf_nan=False)]
     spread: NonNegative = 0
 
@@ -341,8 +341,8 @@ class LinkCurve(Record):
     source: str
     target: str
     types: tuple[str, ...] = ()
-    devices: Degree
-    target_devices: Degree | None = None
+    devices: Positive
+    target_devices: Positive | None = None
     within: Literal["node", "nodes"]
     coefficients: tuple[float, ...] = ()
     maximum: NonNegative = 0
@@ -412,7 +412,7 @@ class ModelProfile(FileRecord):
     experts: tuple[tuple[str, ...], ...] = ()
     kinds: tuple[LayerKind, ...]
     precision: str = "float32"
-    row_tokens: Degree = 1
+    row_tokens: Positive = 1
     row_bytes: NonNegative = 0
     device_types: dict[str, dict[str, float]] = Field(default_factory=dict)
     links: tuple[LinkCurve, ...] = ()

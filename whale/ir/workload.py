@@ -26,8 +26,9 @@ __all__ = [
     "Workload",
 ]
 
-Seconds = Annotated[float, Field(ge=0, le=1e42, allow_inf_nan=False)]
-"""Beyond what the largest figures of a profile take on the slowest device; sums of them are finite."""
+Figure = Annotated[float, Field(ge=0, le=1e42, allow_inf_nan=False)]
+"""Up to more seconds than the largest figures of a profile take on the slowest device; sums of them are finite."""
+Seconds = Figure
 Bytes = Annotated[int, Field(ge=0, le=2**256)]
 Rank = Annotated[int, Field(ge=0)]
 
@@ -221,5 +222,5 @@ class Prediction(Record):
     fits: bool = True
     source: Literal["measured", "modelled"] = "modelled"
     bubble: Annotated[float, Field(ge=0, le=1)] = 0.0
-    flops: Annotated[float, Field(ge=0, le=1e42, allow_inf_nan=False)] = 0.0
-    mfu: Annotated[float, Field(ge=0, le=1e42, allow_inf_nan=False)] = 0.0
+    flops: Figure = 0.0
+    mfu: Figure = 0.0
