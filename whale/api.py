@@ -300,11 +300,8 @@ def parallelize(
         described = detect_unlike(world)
     if described is None:
         described = alike(launch.size, launch.device.type)
-    elif len(described.devices) != launch.size:
-        raise PlanMismatchError(
-            f"the cluster has {len(described.devices)} devices, but {launch.size} processes were started; use torchrun "
-            f"with {len(described.devices)} in total, or another cluster file"
-        )
+    else:
+        described.check_world(launch.size)
     leaves = batch_leaves(example_batch)
     if plan is not None:
         if cluster is not None:

@@ -96,7 +96,7 @@ def test_what_there_is_no_time_for_is_left_and_counted(ranks: Ranks, tmp_path: P
 
 def test_a_cluster_of_another_size_is_refused(ranks: Ranks) -> None:
     errors = ranks.run(_refused)
-    assert all("the cluster has 1 devices, but 2 processes were started" in error for error in errors)
+    assert all("the cluster has 1 device, but 2 processes were started" in error for error in errors)
 
 
 def _refused(world: World) -> str:

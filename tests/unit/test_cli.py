@@ -15,6 +15,7 @@ import whale
 from whale import errors
 from whale.cli.app import WhaleGroup, app
 from whale.cli.options import verbosity_options
+from whale.ir.profile import ModelProfile
 
 
 def run(*arguments: str) -> Result:
@@ -179,6 +180,19 @@ def test_verify_names_copies_that_differ_and_their_ranks(calls: list[dict[str, A
     assert calls[0]["steps"] == 3
     assert "layers.0.bias" in result.stdout and "copies: NOT EQUAL" in result.stdout
     assert run("verify", "--steps", "3", "--model", "verified_model.py:build").exit_code == 2
+
+
+def test_verify_knows_device_types_of_a_profile(calls: list[dict[str, Any]], tmp_path: Any) -> None:
+    figures = {"memory_bytes": 2.0**30, "memory_bandwidth": 1e10, "cores": 4, "float32": 1e11}
+    (tmp_path / "p.json").write_text(ModelProfile(name="m", kinds=(), layers=(), device_types={"own": figures}).dumps())
+    (tmp_path / "c.toml").write_text("[[nodes]]\ndevices = 1\ndevice = 'own'\n")
+    verify = ("verify", "--model", "verified_model.py:build")
+    result = run(*verify, "--cluster", "c.toml", "--profile", "p.json")
+    assert result.exit_code == 0, result.output
+    assert [device.type.name for device in calls[0]["cluster"].devices] == ["own"]
+    without = run(*verify, "--cluster", "c.toml")
+    assert without.exit_code == 3 and "--profile" in without.stderr
+    assert run(*verify, "--profile", "p.json").exit_code == 2
 
 
 def test_only_the_first_rank_prints(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

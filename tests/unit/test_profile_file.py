@@ -83,6 +83,11 @@ def test_a_profile_reads_back_and_has_one_form(tmp_path: Path) -> None:
         (("rates", 0, "rate"), 0, "must be at least 0.000001"),
         (("kinds", 0, "variants", 0, "parameters"), 1e300, "must be at most 1e+24"),
         (("kinds", 0, "variants", 0, "saved", 0, "size", "bytes", 1), -1e300, "must be at least -1e+24"),
+        (
+            ("kinds", 0, "variants", 0, "saved", 0, "size", "bytes"),
+            [-9, 0],
+            "bytes [-9, 0] is negative at every",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_profile_is_said_with_file_and_line(

@@ -86,7 +86,7 @@ def sorted_out(model: ParallelModule, state: Mapping[str, Any]) -> Kinds:
             raise UsageError(f"{name}= is a name of the checkpoint's own; give the object another one")
         if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
             raise UsageError(
-                f"{name} is a {type(value).__name__}; give objects with state_dict and load_state_dict, such as "
+                f"{name} is of type {type(value).__name__}; give objects with state_dict and load_state_dict, such as "
                 "optimizers, schedulers, loaders and generators of random numbers"
             )
     models = {name: value for name, value in given.items() if isinstance(value, ParallelModule)}

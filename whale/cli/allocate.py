@@ -23,12 +23,14 @@ from whale.cli.options import note, verbosity_options
 from whale.cli.progress import ProgressLine
 from whale.cli.tables import text_table
 from whale.errors import UsageError, WhaleError
+from whale.ir.device_names import matching_types
 from whale.ir.units import duration_text
 from whale.planner.cost.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from whale.cli.search import SearchedModel
     from whale.ir.cluster import Cluster
+    from whale.ir.document import Document
     from whale.ir.jobs import Job, Jobs
     from whale.ir.plan import Plan
     from whale.ir.profile import ModelProfile
@@ -59,33 +61,33 @@ def allocate(jobs_file: Path, cluster_file: str, search_seconds: float, output: 
     a job may be given, the fastest plan is searched; devices and batches are then those of the least weighted sum of
     completion times, if devices are given anew whenever a job is done.
     """
+    from whale.ir.document import read_document
     from whale.ir.jobs import Jobs
     from whale.planner.allocation.options import options_of
     from whale.planner.catalog import device_types
 
-    jobs = Jobs.load(jobs_file)
+    document = read_document(jobs_file)
+    jobs = Jobs.of_document(document)
+    file = _File(document, jobs)
     for job in jobs.jobs:
-        if job.optimizer not in OPTIMIZERS:
-            raise UsageError(
-                f"job {job.name!r}: unknown optimizer {job.optimizer!r}; use one of {', '.join(OPTIMIZERS)}"
-            )
-        if job.precision is not None and autocast_of(job.precision) is None:
-            with _of_job(job):
+        with file.place(job, "optimizer"):
+            if job.optimizer not in OPTIMIZERS:
+                raise UsageError(f"unknown optimizer {job.optimizer!r}; use one of {', '.join(OPTIMIZERS)}")
+        with file.place(job, "precision"):
+            if job.precision is not None and autocast_of(job.precision) is None:
                 dtype_of(job.precision)  # refuses what no model runs in
     given = {job.name: _profile_file(job, jobs_file.parent) for job in jobs.jobs if job.profile is not None}
     cluster = load_cluster(cluster_file, next(iter(given.values()), None))
     options = options_of(cluster)
-    held = {job.name: _held(job, options) for job in jobs.jobs}
-    _refuse_shared(jobs, options)
+    held = _held(file, cluster, options)
     profiles = {
-        job.name: given.get(job.name) or _captured(job, jobs_file.parent, cluster, max(job.batch)).profile
-        for job in jobs.jobs
+        job.name: given.get(job.name) or _captured(file, job, cluster, max(job.batch)).profile for job in jobs.jobs
     }
-    speeds = _speeds(jobs, profiles, cluster, options, search_seconds)
-    answer = _Answer.of(jobs, cluster, options, speeds, held)
+    speeds = _speeds(file, profiles, cluster, options, search_seconds)
+    answer = _Answer.of(file, cluster, options, speeds, held)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        for started in answer.started(profiles, jobs_file.parent, search_seconds):
+        for started in answer.started(profiles, search_seconds):
             plan, machines = output / f"{started.name}.json", output / f"{started.name}.cluster.json"
             write_whole(plan, started.plan.dumps())
             write_whole(machines, started.cluster.dumps(catalog=device_types()))
@@ -100,70 +102,101 @@ def _profile_file(job: Job, folder: Path) -> ModelProfile:
     return ModelProfile.load(folder / job.profile)
 
 
-def _captured(job: Job, folder: Path, cluster: Cluster, batch: int) -> SearchedModel:
+@dataclass(frozen=True)
+class _File:
+    """The file of jobs, for errors that name its lines."""
+
+    document: Document
+    jobs: Jobs
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files that it names."""
+        return Path(self.document.source).parent
+
+    @contextmanager
+    def place(self, job: Job, key: str = "name") -> Iterator[None]:
+        """Errors name the job, with its keys in place of the options that other commands have for them; those of wrong
+        values name the line of *key*."""
+        try:
+            yield
+        except WhaleError as error:
+            said = f"job {job.name!r}: {str(error).removeprefix('--')}"
+            if not isinstance(error, UsageError):
+                raise type(error)(said) from error
+            raise self.document.error(said, ("jobs", self.jobs.jobs.index(job), key)) from error
+
+
+def _captured(file: _File, job: Job, cluster: Cluster, batch: int) -> SearchedModel:
     """The model of a job, whose file is found from the folder of the jobs' file."""
     from whale.cli.model_loader import load_model
     from whale.cli.search import SearchedModel
     from whale.compile.options import Options
 
     assert job.model is not None
-    spec = job.model if job.model.startswith("hf:") else str(folder / job.model)
-    with _of_job(job):
+    spec = job.model if job.model.startswith("hf:") else str(file.folder / job.model)
+    with file.place(job, "model"):
         loaded = load_model(spec, dict(job.set), batch_size=batch, device="meta")
         return SearchedModel.of(loaded, None, cluster, job.precision, job.optimizer, (), Options(), rules=False)
 
 
-@contextmanager
-def _of_job(job: Job) -> Iterator[None]:
-    """Errors name the job, and its keys in place of the options that other commands have for them."""
-    try:
-        yield
-    except WhaleError as error:
-        raise type(error)(f"job {job.name!r}: {str(error).removeprefix('--')}") from error
-
-
-def _held(job: Job, options: Options) -> int:
-    """The option that a job has now; none where it is no option, as if the job began."""
-    if not job.devices:
-        return 0
-    with _of_job(job):
-        found = options.index(job.devices)
-    if found is None:
-        note(f"job {job.name} has devices that are no whole part of a node or nodes: it will get others")
-    return found or 0
-
-
-def _refuse_shared(jobs: Jobs, options: Options) -> None:
-    """Refuse more devices of a type, of all jobs together, than the cluster has.
+def _held(file: _File, cluster: Cluster, options: Options) -> dict[str, int]:
+    """The option that each job has now; none where it is no option, as if the job began.
 
     Raises:
-        UsageError: there are fewer.
+        InputFileError: unknown types of devices, or more of a type, of all jobs together, than the cluster has.
     """
-    for type_, number in options.numbers.items():
-        have = {job.name: job.devices[type_] for job in jobs.jobs if job.devices.get(type_)}
-        if sum(have.values()) > number:
-            said = ", ".join(f"{name} has {count}" for name, count in have.items())
-            raise UsageError(f"devices: the cluster has {number} {type_}, but {said}; a device is of one job")
+    types = {device.type.name: device.type.memory_bytes for device in cluster.devices}
+    found, have = {}, dict[str, dict[str, int]]()
+    for job in file.jobs.jobs:
+        with file.place(job, "devices"):
+            devices = _named(job.devices, types)
+            option = options.index(devices) if devices else 0
+            for type_, number in devices.items():
+                own = have.setdefault(type_, {})
+                own[job.name] = number
+                if sum(own.values()) > options.numbers[type_]:
+                    said = ", ".join(f"{name} has {count}" for name, count in own.items())
+                    raise UsageError(
+                        f"devices: the cluster has {options.numbers[type_]} {type_}, but {said}; a device is of one job"
+                    )
+        if option is None:
+            note(f"job {job.name} has devices that are no whole part of a node or nodes: it will get others")
+        found[job.name] = option or 0
+    return found
+
+
+def _named(devices: Mapping[str, int], types: Mapping[str, int]) -> dict[str, int]:
+    """Numbers of devices by the names that the cluster has for their types; unknown names stay."""
+    found: dict[str, int] = {}
+    for name, number in devices.items():
+        means = matching_types(name, types)
+        if len(means) > 1:
+            raise UsageError(f"devices: {name!r} may be {' or '.join(means)}; give one")
+        if number:
+            own = means[0] if means else name
+            found[own] = found.get(own, 0) + number
+    return found
 
 
 def _speeds(
-    jobs: Jobs, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, search_seconds: float
+    file: _File, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Options, search_seconds: float
 ) -> list[JobSpeeds]:
     """Speeds of each job; where jobs differ in nothing that they depend on, they are searched once."""
     from whale.planner.allocation.speeds import speeds_of
 
     known: dict[Any, JobSpeeds] = {}
-    found, began = [], time.monotonic()
-    most = search_seconds * len(options.counts) * sum(len(job.batch) for job in jobs.jobs)
+    found, began, jobs = [], time.monotonic(), file.jobs.jobs
+    most = search_seconds * len(options.counts) * sum(len(job.batch) for job in jobs)
     with ProgressLine("searching plans", most) as line:
-        for job in jobs.jobs:
+        for job in jobs:
             same = job.model_dump_json(exclude={"name", "rows", "weight", "devices"})
             if same not in known:
 
                 def tell(done: int, all_: int, name: str = job.name) -> None:
                     line.show(time.monotonic() - began, f"{name}: {done} of {all_} numbers of devices")
 
-                with _of_job(job):
+                with file.place(job):
                     known[same] = speeds_of(
                         job, profiles[job.name], cluster, options, search_seconds=search_seconds, tell=tell
                     )
@@ -196,7 +229,7 @@ class _Started:
 class _Answer:
     """The answer: devices of each job, when all are done, and the sums under plain rules."""
 
-    jobs: Jobs
+    file: _File
     cluster: Cluster
     options: Options
     speeds: Sequence[JobSpeeds]
@@ -206,7 +239,7 @@ class _Answer:
     @classmethod
     def of(
         cls,
-        jobs: Jobs,
+        file: _File,
         cluster: Cluster,
         options: Options,
         speeds: Sequence[JobSpeeds],
@@ -215,7 +248,7 @@ class _Answer:
         from whale.planner.allocation.rules import LeastCompletion, equal_shares, first_come
         from whale.planner.allocation.timeline import Demand, simulate
 
-        restart = jobs.restart_seconds
+        jobs, restart = file.jobs, file.jobs.restart_seconds
         rates = {job.name: own.rows_per_second for job, own in zip(jobs.jobs, speeds, strict=True)}
         held = {name: option if rates[name][option] else 0 for name, option in held.items()}  # else it starts again
         demands = [
@@ -234,19 +267,24 @@ class _Answer:
         }
         own = found.pop("")
         totals = {name: timeline.total_seconds for name, timeline in found.items()}
-        return cls(jobs=jobs, cluster=cluster, options=options, speeds=speeds, timeline=own, others=totals)
+        return cls(file=file, cluster=cluster, options=options, speeds=speeds, timeline=own, others=totals)
+
+    @property
+    def jobs(self) -> Sequence[Job]:
+        """The jobs, as their file has them."""
+        return self.file.jobs.jobs
 
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each job, from now on."""
         from whale.planner.allocation.options import place
 
         given = self.timeline.phases[0].given
-        return place(self.options, [given[number] for number in range(len(self.jobs.jobs))])
+        return place(self.options, [given[number] for number in range(len(self.jobs))])
 
     def as_data(self) -> dict[str, Any]:
         """The answer as a value that JSON can hold."""
         now = self.timeline.phases[0].given
-        names = [job.name for job in self.jobs.jobs]
+        names = [job.name for job in self.jobs]
         return {
             "weighted_sum_seconds": self.timeline.total_seconds,
             "others": dict(self.others),
@@ -258,7 +296,7 @@ class _Answer:
                     "rows_per_second": float(own.rows_per_second[now[number]]),
                     "done_seconds": self.timeline.done_seconds[number],
                 }
-                for number, (job, own, ranks) in enumerate(zip(self.jobs.jobs, self.speeds, self.ranks(), strict=True))
+                for number, (job, own, ranks) in enumerate(zip(self.jobs, self.speeds, self.ranks(), strict=True))
             ],
             "phases": [
                 {
@@ -293,25 +331,25 @@ class _Answer:
         lines = [text_table("", columns, rows).strip(), ""]
         for before, phase in zip(self.timeline.phases, self.timeline.phases[1:], strict=False):
             changed = [
-                f"{self.jobs.jobs[number].name} gets {self.options.text(option)}"
+                f"{self.jobs[number].name} gets {self.options.text(option)}"
                 for number, option in phase.given.items()
                 if before.given[number] != option
             ]
-            done = ", ".join(self.jobs.jobs[number].name for number in before.given if number not in phase.given)
+            done = ", ".join(self.jobs[number].name for number in before.given if number not in phase.given)
             lines.append(f"after {duration_text(phase.seconds)}, {done} done: {'; '.join(changed) or 'no change'}")
         total = self.timeline.total_seconds
         sums = ", ".join(
             f"{name} {duration_text(seconds)} ({seconds / total - 1:+.0%})" for name, seconds in self.others.items()
         )
-        what = "Weighted sum" if len({job.weight for job in self.jobs.jobs}) > 1 else "Sum"
+        what = "Weighted sum" if len({job.weight for job in self.jobs}) > 1 else "Sum"
         return "\n".join([*lines, "", f"{what} of completion times: {duration_text(total)}; {sums}."])
 
-    def started(self, profiles: Mapping[str, ModelProfile], folder: Path, search_seconds: float) -> Iterator[_Started]:
+    def started(self, profiles: Mapping[str, ModelProfile], search_seconds: float) -> Iterator[_Started]:
         """The jobs that run now. Where a job gives its model, its plan is that of a search that compiles the best."""
         from whale.commands.plan_writer import PlanWriter
         from whale.planner.what_if import only
 
-        for number, (job, ranks) in enumerate(zip(self.jobs.jobs, self.ranks(), strict=True)):
+        for number, (job, ranks) in enumerate(zip(self.jobs, self.ranks(), strict=True)):
             option = self.timeline.phases[0].given[number]
             candidate, batch = self.speeds[number].plans[option], self.speeds[number].batches[option]
             if candidate is None:
@@ -320,7 +358,7 @@ class _Answer:
             if job.model is None:
                 plan = PlanWriter(profiles[job.name], part, batch, None).written(candidate).plan
             else:
-                plan = _compiled(job, _captured(job, folder, part, batch), part, batch, search_seconds)
+                plan = _compiled(job, _captured(self.file, job, part, batch), part, batch, search_seconds)
             yield _Started(job.name, plan, part)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from whale.cli.clusters import load_cluster
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import AT_LEAST_1, note, offload_option, state_options, verbosity_options
 from whale.cli.tables import cell_text, text_table
@@ -32,6 +33,7 @@ EXIT_NOT_EQUAL = 1
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting of the model; may be repeated.")
 @click.option("--batch", "batch_size", type=AT_LEAST_1, metavar="N", help="Samples in the global batch.")
 @click.option("--cluster", metavar="FILE", help="A cluster file; without it, the devices of the launch.")
+@click.option("--profile", "profile_file", metavar="FILE", help="A profile with device types of the cluster file.")
 @click.option("--plan", metavar="FILE", help="A plan file, or 'auto' to search.")
 @click.option("--micro-batches", type=AT_LEAST_1, metavar="M", help="Micro-batches in a step.")
 @click.option("--schedule", metavar="NAME", help="The pipeline schedule, for example 1f1b.")
@@ -48,6 +50,8 @@ def verify(
     spec: str,
     settings: tuple[str, ...],
     batch_size: int | None,
+    cluster: str | None,
+    profile_file: str | None,
     replicas: bool,
     as_json: bool,
     **how: Any,
@@ -63,6 +67,13 @@ def verify(
     """
     if how["steps"] is not None and not replicas:
         raise UsageError("--steps is for --replicas; a comparison with the local model is of one step")
+    if profile_file is not None and cluster is None:
+        raise UsageError("--profile is for --cluster: it defines device types of a cluster file")
+    if cluster is not None:
+        from whale.ir.profile import ModelProfile
+
+        profile = None if profile_file is None else ModelProfile.load(profile_file)
+        how["cluster"] = load_cluster(cluster, profile)
     parsed = parse_settings(settings)
     loaded = load_model(spec, parsed, batch_size=batch_size)
     from whale import api

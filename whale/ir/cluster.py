@@ -23,7 +23,7 @@ from whale.ir.device_names import matching_types
 from whale.ir.document import Document, Format, parse_document, read_document
 from whale.ir.json_text import format_json
 from whale.ir.record import in_words
-from whale.ir.units import PATTERNS, Quantity, parse_quantity
+from whale.ir.units import PATTERNS, Quantity, counted, parse_quantity, started
 
 __all__ = ["DTYPES", "Cluster", "Device", "DeviceType", "HostMemory", "Link", "Network", "Node", "Region"]
 
@@ -364,6 +364,18 @@ class Cluster:
                 devices.append(replace(device, rank=rank, name=f"{device.type.name}:{rank}"))
             nodes.append(replace(node, ranks=tuple(range(first, first + len(node.ranks)))))
         return replace(self, nodes=tuple(nodes), devices=tuple(devices))
+
+    def check_world(self, world_size: int) -> None:
+        """Refuse a number of ranks other than that of the devices.
+
+        Raises:
+            PlanMismatchError: there are more or fewer.
+        """
+        if len(self.devices) != world_size:
+            raise PlanMismatchError(
+                f"the cluster has {counted(len(self.devices), 'device')}, but {started(world_size)}; use torchrun with "
+                f"{len(self.devices)} in total, or another cluster file"
+            )
 
     def node_of(self, rank: int) -> Node:
         """The node of the device of *rank*."""

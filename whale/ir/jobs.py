@@ -49,7 +49,7 @@ class Job(Record):
     set: dict[_Name, bool | int | float | str] = Field(default={})
     batch: Annotated[tuple[_Rows, ...], Field(min_length=1, max_length=64)]
     rows: _Rows
-    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    weight: Annotated[float, Field(ge=1e-9, le=1e9)] = 1.0
     noise_scale: Annotated[float, Field(gt=0, le=1e15)] | None = None
     precision: _Name | None = None
     optimizer: _Name = "adamw"
@@ -63,8 +63,10 @@ class Job(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if (self.profile is None) == (self.model is None):
-            raise ValueError(f"job {self.name!r} needs one of profile and model")
+        if self.profile is None and self.model is None:
+            raise ValueError(f"job {self.name!r} has neither profile nor model; give one")
+        if self.profile is not None and self.model is not None:
+            raise ValueError(f"job {self.name!r} has both profile and model; give one")
         if self.set and self.model is None:
             raise ValueError("set: is for model")
         if len(set(self.batch)) < len(self.batch):

@@ -48,6 +48,7 @@ from whale.ir.strategy import (
     divides_batch,
     parse_strategy,
 )
+from whale.ir.units import started
 from whale.ir.workload import Prediction, Workload
 
 __all__ = ["ClusterIdentity", "ModelIdentity", "Plan", "PlanAxis", "PlanStage", "PlanState"]
@@ -433,7 +434,7 @@ class Plan(FileRecord):
         """Refuse a number of ranks that the plan was not made for."""
         if world_size != self.world_size:
             raise PlanMismatchError(
-                f"the plan's world_size is {self.world_size}, but {world_size} {_were(world_size)} started; use "
+                f"the plan's world_size is {self.world_size}, but {started(world_size)}; use "
                 f"torchrun with {self.world_size} processes in total, or make a plan for {world_size}"
             )
 
@@ -573,7 +574,3 @@ def _told(node: Node) -> list[str]:
 def _shown(shares: Sequence[Share]) -> str:
     text = ", ".join(map(str, shares[:8]))
     return f"[{text}, ... {len(shares) - 8} more]" if len(shares) > 8 else f"[{text}]"
-
-
-def _were(count: int) -> str:
-    return "process was" if count == 1 else "processes were"

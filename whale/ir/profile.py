@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from whale.ir.cluster import DTYPES
 from whale.ir.json_text import format_json
@@ -78,6 +78,17 @@ class Amount(Record):
         return self.elements(rows) * element_bytes + self.bytes(rows)
 
 
+def _sized(amount: Amount) -> Amount:
+    """Refuse what is negative at one row and more; fits of nothing are a little less."""
+    for name, part in (("elements", amount.elements), ("bytes", amount.bytes)):
+        if part.per_row <= 0 and part(1) <= -1:
+            raise ValueError(f"{name} [{part.fixed:g}, {part.per_row:g}] is negative at every number of rows")
+    return amount
+
+
+Size = Annotated[Amount, AfterValidator(_sized)]
+
+
 class Kernel(Record):
     """One operator as one device runs it, with local sizes; ``count`` of them.
 
@@ -103,8 +114,8 @@ class Kernel(Record):
     kind: Literal["matmul", "grouped_matmul", "attention", "convolution", "memory"]
     dims: tuple[Affine, ...] = ()
     flops: Affine = Affine(0, 0)
-    read: Amount = Amount()
-    written: Amount = Amount()
+    read: Size = Amount()
+    written: Size = Amount()
     count: Positive = 1
     split: bool = False
     expert: bool = False
@@ -124,7 +135,7 @@ class Communication(Record):
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
     group: Literal["tensor", "expert", "context", "replica"] = "tensor"
-    size: Amount
+    size: Size
     count: Positive = 1
     beside: bool = False
 
@@ -142,7 +153,7 @@ class Saved(Record):
     """
 
     origin: str
-    size: Amount
+    size: Size
     split: bool = False
     expert: bool = False
     attention: bool = False
@@ -297,7 +308,7 @@ class LayerKind(Record):
     expert_variants: tuple[LayerVariant, ...] = ()
     context_variants: tuple[LayerVariant, ...] = ()
     measured: tuple[MeasuredTimes, ...] = ()
-    output: Amount = Amount()
+    output: Size = Amount()
     parameters: NonNegative | None = None
     activations: Amount | None = None
 
@@ -371,7 +382,7 @@ class Skip(Record):
 
     layer: Count
     readers: Annotated[tuple[Count, ...], Field(min_length=1)]
-    size: Amount
+    size: Size
 
 
 class ModelProfile(FileRecord):

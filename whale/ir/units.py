@@ -11,7 +11,7 @@ from decimal import Decimal
 from math import isfinite
 from typing import Literal
 
-__all__ = ["PATTERNS", "Quantity", "bytes_text", "counted", "duration_text", "parse_quantity", "time_text"]
+__all__ = ["PATTERNS", "Quantity", "bytes_text", "counted", "duration_text", "parse_quantity", "started", "time_text"]
 
 Quantity = Literal["memory", "bandwidth", "latency", "duration", "speed"]
 """Read as bytes, bytes per second, seconds (twice) and FLOP per second."""
@@ -95,6 +95,15 @@ def counted(number: int, noun: str, ending: str = "s") -> str:
     ('1 row', '0 rows', '8 micro-batches')
     """
     return f"{number} {noun}{ending if number != 1 else ''}"
+
+
+def started(processes: int) -> str:
+    """How many processes a launch has started.
+
+    >>> started(1), started(2)
+    ('1 process was started', '2 processes were started')
+    """
+    return f"{counted(processes, 'process', 'es')} {'was' if processes == 1 else 'were'} started"
 
 
 def bytes_text(size: float) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from whale.errors import PlanMismatchError
 from whale.ir.cluster import Cluster
 from whale.runtime.launch import World
 from whale.runtime.location import RankLocation, location_of
@@ -23,12 +22,8 @@ def places_of(world: World, cluster: Cluster | None) -> tuple[RankLocation, ...]
     Raises:
         PlanMismatchError: the cluster has another number of devices than there are ranks.
     """
-    if cluster is not None and len(cluster.devices) != world.size:
-        raise PlanMismatchError(
-            f"the cluster has {len(cluster.devices)} devices, but {world.size} processes were started; use torchrun "
-            f"with {len(cluster.devices)} in total, or another cluster file"
-        )
     if cluster is not None:
+        cluster.check_world(world.size)
         return tuple(
             RankLocation(rank=d.rank, device_type=d.type.name, node=d.node, memory_bytes=d.memory_bytes)
             for d in cluster.devices
