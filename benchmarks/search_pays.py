@@ -10,9 +10,9 @@ device each. Random plans are drawn from the search's space: stages, devices in 
 and micro-batches, with rows by speed; plans that do not compile or fit are drawn again. Twenty are drawn; those with a
 predicted step of up to 1.25 times the searched plan's are run, at least the three best. Each is first timed once beside
 the searched plan, and the two fastest stay. PyTorch's DistributedDataParallel has equal rows,
-torch.distributed.pipelining equal numbers of blocks and as many micro-batches as the best pipeline; batch norm sees the
-whole batch in Whale, a rank's part in DistributedDataParallel. On four devices the ResNet has larger pictures
-(`layouts.resnet96`).
+torch.distributed.pipelining equal numbers of blocks and as many micro-batches as the best pipeline, or the nearest
+number that divides the batch; batch norm sees the whole batch in Whale, a rank's part in DistributedDataParallel. On
+four devices the ResNet has larger pictures (`layouts.resnet96`).
 
 The steps of the remaining plans alternate, with AdamW, in the same processes. A ratio is the median of the ratios to
 the searched plan's step in the same round; above 1 the searched plan is faster. Layers and reductions are measured
@@ -227,8 +227,13 @@ def choose(contest: Contest, trial: CandidateCompiler) -> dict[str, Any]:
             sorted({variant.tensor_degree for variant in profile.kinds[0].variants}) if split else [1],
             sorted({rows for stage in stages for rows in stage.rows if rows}),
         ],
-        "micro_batches": max(len(cluster.devices), num_micro_batches),
+        "micro_batches": nearest_divisor(batch, max(len(cluster.devices), num_micro_batches)),
     }
+
+
+def nearest_divisor(batch: int, count: int) -> int:
+    """The number of equal micro-batches of a batch that is nearest to *count*; torch's pipelining knows no others."""
+    return min((one for one in range(1, batch + 1) if batch % one == 0), key=lambda one: abs(one - count))
 
 
 # --- on the ranks

@@ -38,15 +38,17 @@ from whale.strategies.sharding import AxisProblem, solve_axis, solve_time
 @dataclass
 class Report:
     """Warnings about the placements: operators computed whole, without a rule or a way to cut them along the dim of
-    their region, and matrices that could not be split."""
+    their region, attentions with fewer heads than devices, and matrices that could not be split."""
 
     whole: list[fx.Node] = field(default_factory=list)
+    few_heads: list[fx.Node] = field(default_factory=list)
     uncut: list[fx.Node] = field(default_factory=list)
     gathered: list[Value] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
         """Add the warnings about another stage."""
         self.whole += other.whole
+        self.few_heads += other.few_heads
         self.uncut += other.uncut
         self.gathered += [value for value in other.gathered if value not in self.gathered]
 
@@ -108,7 +110,7 @@ def place_stage(
 ) -> PlacedStage:
     """Choose placements for one stage on all of its axes."""
     nodes, mesh = problem.task_graph.nodes, problem.mesh
-    _check_heads(problem)
+    few_heads = _with_few_heads(problem)
     free = _free(captured, analysis, partition, nodes)
     time = {n: problem.time[n] for n in nodes}
     layout = Layout(analysis, layout_axes(mesh, problem.rows))
@@ -187,6 +189,7 @@ def place_stage(
         report.gathered += [v for v in solution.forbidden if v not in report.gathered]
         report.whole += _computed_whole(analysis, nodes, chosen, axis + 1, report)
         report.uncut += _uncut(analysis, nodes, chosen, along, axis)
+    report.few_heads += [node for node in few_heads if all(choice.factor < 0 for choice in chosen[node][1:])]
     choices = {n: tuple(c) for n, c in chosen.items()}
     layout = Layout(analysis, layout.axes, mirrored_cuts(analysis, choices))
     final = {v: tuple(p) for v, p in stored.items()}
@@ -209,23 +212,32 @@ def place_stage(
     )
 
 
-def _check_heads(problem: StageProblem) -> None:
-    """Refuse to split an attention over more devices than it has heads: it would be computed whole."""
+def _with_few_heads(problem: StageProblem) -> list[fx.Node]:
+    """The attentions with fewer heads than devices that split them.
+
+    Raises:
+        InfeasibleError: all attentions are such, and some have several heads.
+    """
+    found: dict[fx.Node, tuple[int, int]] = {}
     for node in problem.task_graph.nodes:
-        if not _is_attention(node):
-            continue
         parts = prod(
             a.size for a, role in zip(problem.mesh.axes, problem.roles[node], strict=True) if shards_operators(role)
         )
-        shape = value_shape(resolve(node.args[0]))  # type: ignore[arg-type]
-        if len(shape) >= 4 and shape[-3] < parts:
-            path, heads = module_of(node) or "the model", shape[-3]
-            legal = " or ".join(str(n) for n in (heads // 2, heads) if n)
-            raise InfeasibleError(
-                f"split over {parts} devices: the attention in {path}{where(node)} has {heads} heads, and a head is "
-                f"not cut; split it over {legal} (as in whale.split({heads})), and let replicate or stage use "
-                "the other devices"
-            )
+        if parts > 1 and _is_attention(node):
+            shape = value_shape(resolve(node.args[0]))  # type: ignore[arg-type]
+            if len(shape) >= 4:
+                found[node] = parts, shape[-3]
+    few = [node for node, (parts, heads) in found.items() if heads < parts]
+    most = max(few, key=lambda node: found[node][1], default=None)
+    if most is not None and len(few) == len(found) and found[most][1] > 1:
+        parts, heads = found[most]
+        legal = " or ".join(str(n) for n in (heads // 2, heads) if n)
+        raise InfeasibleError(
+            f"split over {parts} devices: the attention in {module_of(most) or 'the model'}{where(most)} has {heads} "
+            f"heads, and a head is not cut; split it over {legal} (as in whale.split({heads})), and let replicate or "
+            "stage use the other devices"
+        )
+    return few
 
 
 def _way_of_experts(analysis: Analysis, node: fx.Node, roles: Sequence[RegionRole], axis: int) -> Experts | None:

@@ -27,6 +27,16 @@ def tokens(rows: int = ROWS, length: int = 8) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+def few_heads(rows: int = ROWS) -> Example:
+    """A decoder of which one attention has one head, and another one four."""
+    from tests.small_models import Block, Decoder
+
+    model = Decoder(layers=0)
+    model.layers.extend([Block(16, 1), Block(16, 4)])
+    drawn = torch.randint(32, (2, rows, 6))
+    return model.double(), {"tokens": drawn[0], "labels": drawn[1]}
+
+
 def padded(rows: int = ROWS, length: int = 8) -> dict[str, Tensor]:
     """Token ids with an attention mask that leaves out the end of some rows."""
     batch = tokens(rows, length)

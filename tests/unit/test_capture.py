@@ -10,6 +10,7 @@ from torch import fx, nn
 
 import whale
 from tests.small_models import decoder, tokens
+from whale.errors import CaptureError
 from whale.graph.capture import capture
 
 
@@ -60,6 +61,31 @@ def test_averages_in_buffers_are_kept_and_have_no_gradient(replaced: bool) -> No
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(average, model.average)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, list(model.parameters())))
+
+
+class _Positions(nn.Module):
+    """Makes a table of positions when a batch of another width comes, as ConViT does."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1, 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table.shape[1] != x.shape[1]:
+            self.table = torch.arange(float(x.shape[1]))[None]
+        return x * self.table
+
+
+def test_a_buffer_that_becomes_larger_is_named_and_a_call_before_makes_it() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), _Positions()), torch.ones(2, 4)
+    told = r"test_capture\.py:\d+: .* 1\.table of shape \(1, 1\) .* by one of shape \(1, 4\).* call the model once"
+    with pytest.raises(CaptureError, match=told):
+        capture(model, x, loss_fn=lambda output, batch: output.sum())
+    local = model(x).sum()
+    made = whale.parallelize(model, x, loss_fn=lambda output, batch: output.sum(), device="cpu")
+    assert made.train_step(x).item() == pytest.approx(local.item())
 
 
 class _Meanwhile(nn.Module):

@@ -20,7 +20,7 @@ from whale.compile.options import Options, distincts_of, offloads_of, reduces_of
 from whale.compile.trace import Traced, trace
 from whale.errors import PlanMismatchError, UsageError
 from whale.graph.capture import Captured
-from whale.graph.capture_checks import where
+from whale.graph.capture_checks import module_of, where
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.values import Value, operands, resolve, value_shape
 from whale.ir.cluster import Cluster
@@ -536,6 +536,13 @@ def _warnings(assignment: Assignment, options: Options, report: Report, captured
         yield (
             f"no axis rule for {', '.join(names)}: computed whole on every rank of its mesh axis, with a bridge before "
             "it (slower, not wrong)"
+        )
+    few = dict.fromkeys(f"{module_of(node) or 'the model'}{where(node)}" for node in report.few_heads)
+    if few:
+        more = f" and {len(few) - 5} more" if len(few) > 5 else ""
+        yield (
+            f"split: fewer heads than devices in the attention of {', '.join([*few][:5])}{more}: computed whole on "
+            "every rank (slower, not wrong)"
         )
     uncut = sorted({f"{node.target}{where(node)}" for node in report.uncut})
     if uncut:

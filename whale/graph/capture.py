@@ -24,7 +24,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from whale.annotations import NODE_KEY, enter_module, module_scopes, recording
-from whale.errors import CaptureError, UsageError
+from whale.errors import UsageError
 from whale.graph.canonical import DRAWS, canonicalize, functional, inline_regions
 from whale.graph.capture_checks import (
     SourceLine,
@@ -163,7 +163,7 @@ class _Loss(nn.Module):
         values = dict(zip(self.names, leaves, strict=True))
         for name, constant in self.numbers.items():
             values[name] = values[name].item() if constant is None else constant
-        held = [(inner, dict(inner._buffers)) for inner in self.model.modules()]
+        held = {path: (inner, dict(inner._buffers)) for path, inner in self.model.named_modules()}
         args = [v for k, v in values.items() if k.startswith("args[")]
         kwargs = {k: v for k, v in values.items() if not k.startswith("args[")}
         if self.loss_fn is None:
@@ -209,19 +209,30 @@ def _loss_of(loss_fn: Callable[..., Any], output: Any, batch: Any) -> Any:
         ) from error
 
 
-def _write_replaced(held: Sequence[tuple[nn.Module, Mapping[str, torch.Tensor | None]]]) -> None:
-    """Copy replaced buffers into the original ones: torch.export handles replacement in the root module only."""
+def _write_replaced(held: Mapping[str, tuple[nn.Module, Mapping[str, torch.Tensor | None]]]) -> None:
+    """Copy replaced buffers into the original ones: torch.export handles replacement in the root module only.
+
+    Raises:
+        CaptureError: the new one is of another shape or dtype, at the line of the module's forward.
+    """
     replaced = [
-        (old, module._buffers[name])
-        for module, buffers in held
+        (path, module, name, old, module._buffers.get(name))
+        for path, (module, buffers) in held.items()
         for name, old in buffers.items()
         if old is not None and module._buffers.get(name) is not old
     ]
-    for module, buffers in held:
+    for module, buffers in held.values():
         module._buffers.update(buffers)
-    for old, new in replaced:
+    for path, module, name, old, new in replaced:
         if new is None or new.shape != old.shape or new.dtype != old.dtype:
-            raise CaptureError("a buffer is replaced in forward by one of another shape or dtype, or by None")
+            made = "None" if new is None else f"one of shape {tuple(new.shape)} and {new.dtype}"
+            raise located(
+                f"the forward replaces the buffer {f'{path}.{name}'.removeprefix('.')} of shape {tuple(old.shape)} and "
+                f"{old.dtype} by {made}, but a step keeps the buffers that it began with: if it is made once for "
+                "inputs of a shape, call the model once on such a batch before parallelize; else write to a buffer of "
+                "the greatest shape",
+                place_of_forward(module),
+            )
         old.copy_(new.detach())
 
 

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
 from whale.graph.capture_checks import SourceLine, is_model, located, place_of_frame, place_of_node
-from whale.graph.reach import REACHED, WATCHES, Reach, Same, hooks_of, untraced
+from whale.graph.reach import REACHED, WATCHES, Reach, Same, hooks_of, names_in_code, untraced
 
 __all__ = ["Listing", "Steadiness", "graph_listing"]
 
@@ -88,11 +88,16 @@ class State:
         self.caches: list[Any] = []
         self.fakes: list[Tensor] = []
 
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """Names by which the forward may read attributes."""
+        return names_in_code(self.model, self.loss_fn).names
+
     @untraced
     def now(self, *, only: Collection[Kept] | None = None, by_shape: bool = False) -> dict[Kept, Hashable]:
         """Tokens of the state, equal if it is; of *only* some, if given. *by_shape*: tensors are equal if their shapes
         are."""
-        reach = _All(self.model, by_shape)
+        reach = _All(self, by_shape)
         found: dict[Kept, Hashable] = {}
         classes: dict[type, None] = {}
         hooks: dict[Any, str] = {}
@@ -130,12 +135,20 @@ class State:
 _TABLES = frozenset(nn.Module().__dict__) - {"training"}
 
 
-class _All(Reach):
-    """Tokens of everything reached, as far as it can be determined; an object that is reached again has none."""
+_BEFORE_A_FORWARD = ("__init__", "__new__", "__init_subclass__", "__setstate__", "__deepcopy__")
+"""Methods of modules that make them."""
 
-    def __init__(self, module: nn.Module, by_shape: bool) -> None:
-        super().__init__(module)
-        self._by_shape = by_shape
+
+class _All(Reach):
+    """Tokens of everything reached, as far as it can be determined; an object that is reached again has none.
+
+    Attributes of classes are those that the forward may read by name, or Python by itself: methods that load and publish
+    models reach libraries full of counters and caches.
+    """
+
+    def __init__(self, state: State, by_shape: bool) -> None:
+        super().__init__(state.model)
+        self._state, self._by_shape = state, by_shape
         self.caches: list[Any] = []
         self.fakes: list[Tensor] = []
 
@@ -151,6 +164,11 @@ class _All(Reach):
         if self._by_shape and isinstance(found, tuple) and found and isinstance(found[0], Same):
             return type(x), *found[1:]
         return found
+
+    def _may_read(self, kind: type, name: str) -> bool:
+        if issubclass(kind, nn.Module) and name in _BEFORE_A_FORWARD:
+            return False
+        return (name.startswith("__") and name.endswith("__")) or name in self._state.names
 
     def _again(self, x: Any) -> Hashable:
         return ()

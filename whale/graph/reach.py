@@ -114,13 +114,17 @@ class Reach:
         """The token of an object whose changes cannot be detected."""
         raise Unknown
 
+    def _may_read(self, kind: type, name: str) -> bool:
+        """Whether code may read an attribute of a class."""
+        return True
+
     def _parts(self, x: Any) -> Iterator[Any]:
         """State, besides its identity, that affects an object's behaviour."""
         if isinstance(x, ref | ContextVar):
             yield x() if isinstance(x, ref) else x.get(None)
         elif isinstance(x, FunctionType | type):
             if isinstance(x, type):
-                yield from _defined(x)
+                yield from (part for name, part in _defined(x) if self._may_read(x, name))
             elif _package(x) not in _STATELESS:
                 yield from _read(x)
                 yield x.__dict__
@@ -168,11 +172,11 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
-def _defined(kind: type) -> Iterator[Any]:
-    """Attributes of a class and of its base classes."""
+def _defined(kind: type) -> Iterator[tuple[str, Any]]:
+    """Attributes of a class and of its base classes, with their names."""
     for base in kind.__mro__:
         if _package(base) not in _CLASSES:
-            yield from (x for name, x in list(vars(base).items()) if name not in ("__dict__", "__weakref__"))
+            yield from ((name, x) for name, x in list(vars(base).items()) if name not in ("__dict__", "__weakref__"))
 
 
 def _numpy_state(x: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import whale
 from tests.refusals import Launched, compiles, refused
-from tests.small_models import Decoder, decoder
+from tests.small_models import Block, Decoder, decoder, tokens
 from whale.compile.compile import compile_model
 from whale.compile.options import Options
 from whale.errors import AnnotationError, InfeasibleError
@@ -171,6 +171,16 @@ def test_an_attention_with_fewer_heads_than_ranks_names_module_heads_and_legal_d
     model = decoder(heads=3, width=12, layers=1)
     whale.annotate(model, {"": [whale.replicate(2), whale.split(2)]})
     compiles(model)  # two heads on one rank and one on the other
+
+
+@pytest.mark.parametrize("heads", [(1, 4), (1, 1)], ids=str)
+def test_an_attention_with_fewer_heads_than_others_is_computed_whole(heads: tuple[int, int]) -> None:
+    model = decoder(layers=0)
+    model.layers.extend(Block(16, number).double() for number in heads)
+    whale.annotate(model, {"": whale.split()})
+    compilation = compile_model(model, tokens(), Cluster.homogeneous(2), Options(), device="cpu", training=True)
+    (text,) = (text for text in compilation.warnings if "fewer heads" in text)
+    assert ["layers.0" in text, "layers.1" in text] == [True, heads[1] == 1] and "computed whole" in text
 
 
 def llama(*, heads: int, attention: str = "sdpa") -> Any:
