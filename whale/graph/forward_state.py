@@ -142,8 +142,8 @@ _BEFORE_A_FORWARD = ("__init__", "__new__", "__init_subclass__", "__setstate__",
 class _All(Reach):
     """Tokens of everything reached, as far as it can be determined; an object that is reached again has none.
 
-    Attributes of classes are those that the forward may read by name, or Python by itself: methods that load and publish
-    models reach libraries full of counters and caches.
+    Attributes of classes are those that the forward may read by name, or Python by itself: methods that load and
+    publish models reach libraries full of counters and caches.
     """
 
     def __init__(self, state: State, by_shape: bool) -> None:
