@@ -31,6 +31,7 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "cauchy_": lambda: torch.empty(8, 4).cauchy_().clamp(-3, 3),
     "log_normal_": lambda: torch.empty(8, 4).log_normal_(),
     "bernoulli_": lambda: torch.empty(8, 4).bernoulli_(torch.full((8, 4), 0.5)),
+    "bernoulli_ of one half": lambda: torch.empty(8, 4).bernoulli_(),
     "bernoulli": lambda: torch.full((8, 4), 0.5).bernoulli(),
     "poisson": lambda: torch.poisson(torch.full((8, 4), 3.0)),
     "binomial": lambda: torch.binomial(torch.full((8, 4), 9.0), torch.full((8, 4), 0.3)),

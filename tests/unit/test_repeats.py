@@ -196,6 +196,47 @@ def test_a_number_tells_layers_apart_that_read_it(
     assert not hasattr(kind, "number")
 
 
+class Wide(Layer):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+
+class Measured(Layer):
+    @property
+    def width(self) -> int:
+        """The width, which other layers of the list have as a number."""
+        return self.linear.in_features
+
+
+def test_classes_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Measured.__dict__["width"]
+    copied, traced, _ = both(Stack(Wide(3), Measured(), Wide(4), Measured(), Wide(5)), BATCH, monkeypatch)
+    assert copied == traced
+    assert Measured.__dict__["width"] is own and "width" not in vars(Wide)
+
+
+class Outer(nn.Module):
+    """A layer with layers of its own, which have numbers of the same name."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.inner = nn.ModuleList([Placeless(place) for place in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            x = layer(x)
+        return x
+
+
+def test_layers_with_layers_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, traced, count = both(Stack(*(Outer(number) for number in range(5))), BATCH, monkeypatch)
+    assert copied == traced
+    assert count > 0
+    assert "number" not in {*vars(Outer), *vars(Placeless)}
+
+
 def test_layers_of_hugging_face_models_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 5}
     loaded = load_model("hf:llama", {**sizes, "sequence_length": 8}, batch_size=2, device="meta")

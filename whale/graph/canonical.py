@@ -330,6 +330,8 @@ def _draw(graph: fx.Graph, node: fx.Node) -> None:
     def detached(x: fx.Node) -> fx.Node:
         return emit(graph, node, aten.detach.default, x) if x.meta["val"].is_floating_point() else x
 
+    if node.target is aten.bernoulli.p and _bound(node)["p"] is None:
+        node.args = (*node.args, 0.5)  # the default of bernoulli_, which torch leaves out, but bernoulli.p has none
     with graph.inserting_before(node):
         node.args, node.kwargs = fx.map_arg((node.args, dict(node.kwargs)), detached)
 

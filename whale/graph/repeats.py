@@ -18,6 +18,7 @@ module knows torch's tracer, and nothing of devices and plans.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -354,17 +355,25 @@ def _numbers(module: nn.Module, names: Collection[Name]) -> dict[Name, int]:
     return {name: x for name, x in found.items() if type(x) is int}
 
 
+class _Noted(property):
+    """An attribute of modules of which reads are noted."""
+
+
 @contextmanager
 def _noting_reads(module: nn.Module, names: Collection[Name]) -> Iterator[set[Name]]:
-    """Note which of the attributes in *names* are read meanwhile, of the module or of others of their classes."""
+    """Note which of the attributes in *names* are read meanwhile, of the module or of others of their classes.
+
+    Other layers of the list may have a number where this one's class defines something by the same name: that stays.
+    """
     read: set[Name] = set()
     paths = {id(inner): path for path, inner in module.named_modules()}
     inside = dict(module.named_modules())
-    classes = {(type(inside[path]), name) for path, name in names if path in inside}
 
-    def noted(name: str) -> property:
+    def noted(name: str, around: _Noted | None) -> _Noted:
         def get(self: nn.Module) -> Any:
             read.add((paths.get(id(self), "outside"), name))
+            if around is not None and around.fget is not None:  # the layer is in another one, which reads it too
+                return around.fget(self)
             if name not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             return self.__dict__[name]
@@ -372,15 +381,24 @@ def _noting_reads(module: nn.Module, names: Collection[Name]) -> Iterator[set[Na
         def put(self: nn.Module, value: Any) -> None:
             self.__dict__[name] = value
 
-        return property(get, put)
+        return _Noted(get, put)
 
-    for kind, name in classes:
-        setattr(kind, name, noted(name))
+    found = {
+        (kind, name): inspect.getattr_static(kind, name, None)
+        for kind, name in {(type(inside[path]), name) for path, name in names if path in inside}
+    }
+    classes = {key: x for key, x in found.items() if x is None or isinstance(x, _Noted)}
+    before = {(kind, name): vars(kind).get(name) for kind, name in classes}
+    for (kind, name), around in classes.items():
+        setattr(kind, name, noted(name, around))
     try:
         yield read
     finally:
-        for kind, name in classes:
-            delattr(kind, name)
+        for (kind, name), own in before.items():
+            if own is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, own)
 
 
 def _attributes(module: nn.Module, leave_out: Collection[Name] = ()) -> Hashable:
