@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 from torch.nn.modules import transformer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from whale.errors import CaptureError
+from whale.graph.known_values import READS_VALUES, known_value
 from whale.graph.row_wise import row_wise
 
 __all__ = ["STAND_INS", "standing_in"]
@@ -177,7 +179,21 @@ def _less(x: Any, other: Any) -> Any:
     return torch.lt(x, other)
 
 
+def _reading(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """A function that reads values, of which the capture knows some."""
+
+    def read(x: Tensor) -> Any:
+        known = known_value(x)
+        if known is None:
+            return function(x)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return function(known)
+
+    return read
+
+
 STAND_INS: dict[Any, Callable[..., Any]] = {
+    **{function: _reading(function) for function in READS_VALUES},
     torch.bincount: _bincount,
     Tensor.bincount: _bincount,
     torch.cov: _cov,

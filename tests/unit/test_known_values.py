@@ -1,0 +1,75 @@
+"""Values that a forward reads of tensors that it has made of numbers: a capture knows them, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+from whale.errors import CaptureError
+
+X = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Reads(nn.Module):
+    def __init__(self, loss: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.loss = nn.Linear(4, 4, dtype=torch.float64), loss
+
+    def forward(self, x: Tensor) -> Any:
+        return self.loss(self.layer(x))
+
+
+KNOWN: dict[str, Callable[[Tensor], Any]] = {
+    "tolist, as losses of MONAI do": lambda h: h.sum(torch.arange(1, h.dim()).tolist()).square().mean(),
+    "item": lambda h: h.mean() * torch.arange(3).sum().item(),
+    "each item": lambda h: sum(h.mean() * rate.item() for rate in torch.linspace(0, 0.1, 4)),
+    "if": lambda h: h.sum() if torch.arange(3).sum() > 2 else h.mean(),
+    "int": lambda h: h[:, : int(torch.arange(3).max())].sum(),
+    "index": lambda h: h[torch.arange(8)[2]].sum(),
+    "range": lambda h: sum(h[i].sum() for i in range(torch.arange(4).max())),
+    "float": lambda h: h.sum() * float(torch.arange(1, 4).pow(2).sum()),
+    "torch.tensor": lambda h: h.sum() * torch.tensor([1.0, 2.0]).mul(2).sum().item(),
+    "a shape": lambda h: h.sum() / torch.tensor(h.shape).prod().item(),
+    "any": lambda h: h.sum() if torch.ones(3, 3).tril().bool().any() else h.mean(),
+}
+
+
+@pytest.mark.parametrize("loss", KNOWN.values(), ids=KNOWN.keys())
+def test_values_of_numbers_are_known(loss: Callable[[Tensor], Any]) -> None:
+    expected = Reads(loss)(X).item()
+    made = whale.parallelize(Reads(loss), X, device="cpu")
+    assert made.train_step(X).item() == pytest.approx(expected, rel=1e-12)
+
+
+def _written(h: Tensor) -> Tensor:
+    table = torch.zeros(3)
+    table.add_(2)
+    return h.sum() * table.sum().item()
+
+
+def _written_in_part(h: Tensor) -> Tensor:
+    table = torch.zeros(3)
+    table[1] = 5.0
+    return h.sum() * table.sum().item()
+
+
+UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
+    "of the batch": lambda h: h.sum() * h.max().item(),
+    "if": lambda h: h.sum() if h.max() > 0 else h.mean(),
+    "random": lambda h: h.sum() * torch.rand(3).sum().item(),
+    "written": _written,
+    "written in part": _written_in_part,
+    "large": lambda h: h.sum() * torch.ones(10_000).sum().item(),
+}
+
+
+@pytest.mark.parametrize("loss", UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_other_values_are_refused(loss: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(CaptureError, match="depends on a tensor's values"):
+        whale.parallelize(Reads(loss), X, device="cpu")
