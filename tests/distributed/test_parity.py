@@ -143,6 +143,8 @@ ODD: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "penalties, pp": (zoo.penalized, TWO_STAGES, {"micro_batches": 4, "schedule": "zero_bubble"}),
     "log-probabilities, tp": (zoo.log_probabilities, TP, {"micro_batches": 2}),
     "log-probabilities, uneven tp": (zoo.log_probabilities, TP, {"speeds": (3.0, 1.0)}),
+    "a contrastive loss, dp": (zoo.contrastive, DP, {}),
+    "a contrastive loss, tp": (zoo.contrastive, TP, {}),
     "few heads, tp": (zoo.few_heads, TP, {"micro_batches": 2}),
     "few heads, uneven tp": (zoo.few_heads, TP, {"speeds": (3.0, 1.0)}),
     "frozen first stage": (zoo.frozen_trunk, {"trunk": stage(), "head": stage()}, {"micro_batches": 2}),

@@ -37,6 +37,24 @@ def few_heads(rows: int = ROWS) -> Example:
     return model.double(), {"tokens": drawn[0], "labels": drawn[1]}
 
 
+class Contrastive(nn.Module):
+    """The loss of SimCLR, which takes the other rows' similarities by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = nn.functional.normalize(self.body(x), dim=1)
+        others = ~torch.eye(len(rows), dtype=torch.bool)
+        logits = (rows @ rows.T)[others].view(len(rows), -1) / 0.5
+        return nn.functional.cross_entropy(logits, torch.arange(len(rows)) // 2)
+
+
+def contrastive(rows: int = ROWS) -> Example:
+    return Contrastive().double(), {"x": torch.randn(rows, 6).double()}
+
+
 def padded(rows: int = ROWS, length: int = 8) -> dict[str, Tensor]:
     """Token ids with an attention mask that leaves out the end of some rows."""
     batch = tokens(rows, length)

@@ -47,6 +47,32 @@ def test_values_of_numbers_are_known(loss: Callable[[Tensor], Any]) -> None:
     assert made.train_step(X).item() == pytest.approx(expected, rel=1e-12)
 
 
+def _others(h: Tensor) -> Tensor:
+    """The similarities to other rows, as contrastive losses take them."""
+    similarity = h @ h.T
+    return similarity[~torch.eye(len(h), dtype=torch.bool)].view(len(h), -1).logsumexp(1).mean()
+
+
+SELECTED: dict[str, Callable[[Tensor], Any]] = {
+    "others": _others,
+    "masked_select": lambda h: (h @ h.T).masked_select(torch.ones(len(h), len(h)).triu(1).bool()).square().mean(),
+    "of each row": lambda h: (h * 2).masked_select(torch.tensor([True, False, True, True])).square().mean(),
+    "pairs": lambda h: (h[torch.ones(len(h), len(h)).triu(1).nonzero()].sum(1)).square().mean(),
+    "pairs by where": lambda h: (h @ h.T)[torch.where(torch.ones(len(h), len(h)).triu(1) > 0)].square().mean(),
+    "none": lambda h: h.square().mean() + h[torch.arange(len(h)) < 0].sum(),
+    "rows": lambda h: h[torch.arange(len(h)) % 2 == 0].square().mean(),
+    "columns": lambda h: h[:, torch.tensor([True, False, True, True])].square().mean(),
+    "both": lambda h: h[torch.arange(len(h)) < 3, 1].square().mean(),
+}
+
+
+@pytest.mark.parametrize("loss", SELECTED.values(), ids=SELECTED.keys())
+def test_masks_that_are_known_select_for_batches_of_any_size(loss: Callable[[Tensor], Any]) -> None:
+    made = whale.parallelize(Reads(loss), X, device="cpu")
+    for rows in (8, 6, 3):
+        assert made.train_step(X[:rows]).item() == pytest.approx(Reads(loss)(X[:rows]).item(), rel=1e-12)
+
+
 def _written(h: Tensor) -> Tensor:
     table = torch.zeros(3)
     table.add_(2)
@@ -65,6 +91,7 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "random": lambda h: h.sum() * torch.rand(3).sum().item(),
     "written": _written,
     "written in part": _written_in_part,
+    "a mask of the batch": lambda h: h[h > 0].square().sum(),
     "large": lambda h: h.sum() * torch.ones(10_000).sum().item(),
 }
 

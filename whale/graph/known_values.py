@@ -28,8 +28,7 @@ except ImportError:  # they are not public: where torch has none of them, no val
 __all__ = ["READS_VALUES", "known_value"]
 
 _MOST_OPERATORS = 64
-_MOST_ELEMENTS = 4096
-"""Limits of what is computed in a capture."""
+"""Limit of what is computed in a capture."""
 
 READS_VALUES = (
     Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__,
@@ -37,13 +36,14 @@ READS_VALUES = (
 """Functions that return values of a tensor to Python."""
 
 
-def known_value(x: Tensor) -> Tensor | None:
-    """A traced tensor with its values; None where these depend on more than numbers of Python."""
+def known_value(x: Tensor, most_elements: int = 4096) -> Tensor | None:
+    """A traced tensor with its values; None where these depend on more than numbers of Python, or on a tensor of more
+    elements."""
     mode = get_proxy_mode()
-    if mode is None or not isinstance(x, FakeTensor) or x.constant is not None or x.numel() > _MOST_ELEMENTS:
+    if mode is None or not isinstance(x, FakeTensor) or x.constant is not None:
         return None
     slot: Any = get_proxy_slot(x, mode.tracer, None)
-    nodes = None if slot is None else _made_of_numbers(mode.tracer, slot.proxy.node)
+    nodes = None if slot is None else _made_of_numbers(mode.tracer, slot.proxy.node, most_elements)
     if nodes is None:
         return None
     values: dict[fx.Node, Any] = {}
@@ -60,7 +60,7 @@ def known_value(x: Tensor) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.shape == x.shape and found.dtype == x.dtype else None
 
 
-def _made_of_numbers(tracer: Any, last: fx.Node) -> list[fx.Node] | None:
+def _made_of_numbers(tracer: Any, last: fx.Node, most_elements: int) -> list[fx.Node] | None:
     """The operators of which a node is the result, first to last; None where one reads more than numbers, draws random
     ones, makes a large tensor, or one that is written to."""
     found: dict[fx.Node, None] = {}
@@ -71,7 +71,7 @@ def _made_of_numbers(tracer: Any, last: fx.Node) -> list[fx.Node] | None:
             continue
         made = _is_pure(node.target) if node.op == "call_function" else _constant(tracer, node) is not None
         sizes = [v.numel() for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
-        if not made or len(found) == _MOST_OPERATORS or max(sizes, default=0) > _MOST_ELEMENTS or _is_written(node):
+        if not made or len(found) == _MOST_OPERATORS or max(sizes, default=0) > most_elements or _is_written(node):
             return None
         found[node] = None
         waiting.extend(node.all_input_nodes)

@@ -192,7 +192,63 @@ def _reading(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return read
 
 
+def _selected(x: Tensor, index: Any) -> Any:
+    """``x[index]``; a mask that the capture knows, as ``~torch.eye(n).bool()`` of contrastive losses, selects by
+    number."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(part, Tensor) and part.dtype == torch.bool and part.dim() for part in parts):
+        return x[index]
+    found: list[Any] = []
+    for part in parts:
+        if isinstance(part, Tensor) and part.dtype == torch.bool:
+            places = _known_places(part)
+            if places is None:
+                return x[index]
+            found += places.unbind(1)
+        else:
+            found.append(part)
+    return x[tuple(found)]
+
+
+def _known_places(mask: Tensor) -> Tensor | None:
+    """``mask.nonzero()`` of a mask that the capture knows."""
+    known = known_value(mask, _MOST_OF_MASK)
+    if known is None:
+        return None
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return known.nonzero()
+
+
+def _nonzero(input: Tensor, **kwargs: Any) -> Any:
+    places = _known_places(input) if kwargs.get("out") is None else None
+    if places is None:
+        return torch.nonzero(input, **kwargs)
+    return places.unbind(1) if kwargs.get("as_tuple") else places
+
+
+def _where(condition: Tensor, *others: Any, **kwargs: Any) -> Any:
+    return torch.where(condition, *others, **kwargs) if others or kwargs else _nonzero(condition, as_tuple=True)
+
+
+_MOST_OF_MASK = 1 << 20
+"""Elements of a mask from which on its values are not looked up."""
+
+
+def _masked_select(input: Tensor, mask: Tensor) -> Any:
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    if known_value(mask, _MOST_OF_MASK) is None:
+        return torch.masked_select(input, mask)
+    return _selected(input.expand(shape), mask.expand(shape))
+
+
 STAND_INS: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _selected,
+    Tensor.nonzero: _nonzero,
+    torch.nonzero: _nonzero,
+    torch.argwhere: _nonzero,
+    torch.where: _where,
+    Tensor.masked_select: _masked_select,
+    torch.masked_select: _masked_select,
     **{function: _reading(function) for function in READS_VALUES},
     torch.bincount: _bincount,
     Tensor.bincount: _bincount,
