@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
 from whale.graph.capture_checks import SourceLine, is_model, located, place_of_frame, place_of_node
-from whale.graph.reach import REACHED, WATCHES, Reach, Same, hooks_of, names_in_code, untraced
+from whale.graph.reach import REACHED, WATCHES, Named, Reach, Same, hooks_of, names_in_code, untraced
 
 __all__ = ["Listing", "Steadiness", "graph_listing"]
 
@@ -88,10 +88,14 @@ class State:
         self.caches: list[Any] = []
         self.fakes: list[Tensor] = []
 
+    def may_read(self, name: str) -> bool:
+        """Whether the forward may read an attribute of this name."""
+        named = self._named
+        return name in named.names or any(piece in name for piece in named.pieces)
+
     @functools.cached_property
-    def names(self) -> frozenset[str]:
-        """Names by which the forward may read attributes."""
-        return names_in_code(self.model, self.loss_fn).names
+    def _named(self) -> Named:
+        return names_in_code(self.model, self.loss_fn)
 
     @untraced
     def now(self, *, only: Collection[Kept] | None = None, by_shape: bool = False) -> dict[Kept, Hashable]:
@@ -168,7 +172,7 @@ class _All(Reach):
     def _may_read(self, kind: type, name: str) -> bool:
         if issubclass(kind, nn.Module) and name in _BEFORE_A_FORWARD:
             return False
-        return (name.startswith("__") and name.endswith("__")) or name in self._state.names
+        return (name.startswith("__") and name.endswith("__")) or self._state.may_read(name)
 
     def _again(self, x: Any) -> Hashable:
         return ()
