@@ -473,7 +473,7 @@ def test_what_files_cannot_hold_is_named(tmp_path: Path) -> None:
     for call in calls:
         with pytest.raises(UsageError, match=r"(directory|path) is NoneType None; it must be the path of a f"):
             call(None, model)
-    with pytest.raises(UsageError, match="learning_rate is a float; give objects with state_dict"):
+    with pytest.raises(UsageError, match="learning_rate is of type float; give objects with state_dict"):
         whale.save_checkpoint(tmp_path, model, step=1, learning_rate=0.1)
     foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))])
     with pytest.raises(UsageError, match=r"group 0 of optimizer has a parameter of shape \(3,\) that is none of the"):
