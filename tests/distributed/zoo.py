@@ -46,9 +46,9 @@ class Contrastive(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = nn.functional.normalize(self.body(x), dim=1)
-        others = ~torch.eye(len(rows), dtype=torch.bool)
+        others = ~torch.eye(len(rows), dtype=torch.bool, device=x.device)
         logits = (rows @ rows.T)[others].view(len(rows), -1) / 0.5
-        return nn.functional.cross_entropy(logits, torch.arange(len(rows)) // 2)
+        return nn.functional.cross_entropy(logits, torch.arange(len(rows), device=x.device) // 2)
 
 
 def contrastive(rows: int = ROWS) -> Example:

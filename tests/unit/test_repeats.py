@@ -216,25 +216,35 @@ def test_classes_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Measured.__dict__["width"] is own and "width" not in vars(Wide)
 
 
-class Outer(nn.Module):
-    """A layer with layers of its own, which have numbers of the same name."""
+class Tree(Layer):
+    """A layer with layers of its own class, which have numbers, too."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *inner: Tree) -> None:
         super().__init__()
-        self.number = number
-        self.inner = nn.ModuleList([Placeless(place) for place in range(4)])
+        self.number, self.inner = number, nn.ModuleList(inner)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
         for layer in self.inner:
             x = layer(x)
         return x
 
 
-def test_layers_with_layers_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied, traced, count = both(Stack(*(Outer(number) for number in range(5))), BATCH, monkeypatch)
+def test_layers_with_layers_of_their_class_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[Any] = []
+    duplicate = capturing._duplicate
+
+    def counted(*given: Any) -> Any:
+        captures.append(given)
+        return duplicate(*given)
+
+    monkeypatch.setattr(capturing, "_duplicate", counted)
+    trees = (Tree(number, *(Tree(place) for place in range(4))) for number in range(5))
+    copied, traced, count = both(Stack(*trees), BATCH, monkeypatch)
     assert copied == traced
     assert count > 0
-    assert "number" not in {*vars(Outer), *vars(Placeless)}
+    assert len(captures) == 2, "the first capture was given up"
+    assert "number" not in vars(Tree)
 
 
 def test_layers_of_hugging_face_models_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

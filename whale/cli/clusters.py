@@ -5,13 +5,31 @@ from __future__ import annotations
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from whale.errors import InputFileError
+from whale.errors import InputFileError, UsageError
 
 if TYPE_CHECKING:
     from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
 
-__all__ = ["load_cluster"]
+__all__ = ["load_cluster", "load_cluster_and_profile"]
+
+
+def load_cluster_and_profile(
+    cluster_file: str | None, profile_file: str | None
+) -> tuple[Cluster | None, ModelProfile | None]:
+    """The cluster that ``--cluster`` names, and the profile of ``--profile``, which adds device types.
+
+    Raises:
+        UsageError: a profile alone.
+    """
+    if cluster_file is None:
+        if profile_file is not None:
+            raise UsageError("--profile is for --cluster: it defines device types of a cluster file")
+        return None, None
+    from whale.ir.profile import ModelProfile
+
+    profile = None if profile_file is None else ModelProfile.load(profile_file)
+    return load_cluster(cluster_file, profile), profile
 
 
 def load_cluster(path: str | PathLike[str], profile: ModelProfile | None) -> Cluster:

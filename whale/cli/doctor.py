@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 import whale
+from whale.cli.clusters import load_cluster_and_profile
 from whale.cli.machine import device_links, host_rates, network_adapters
 from whale.cli.options import note, verbosity_options
 from whale.errors import InfeasibleError, UsageError
@@ -47,15 +48,11 @@ def doctor(cluster_file: str | None, profile_file: str | None, gpu: bool, output
     if gpu:
         _check_gpus(output, as_json)
         return
-    if profile_file is not None and cluster_file is None:
-        raise UsageError("--profile is for --cluster: it defines device types of a cluster file")
-    if cluster_file is not None:
+    cluster, profile = load_cluster_and_profile(cluster_file, profile_file)
+    if cluster is not None:
         from whale.cli.cluster_report import cluster_data, cluster_text
-        from whale.cli.clusters import load_cluster
-        from whale.ir.profile import ModelProfile
 
-        profile = None if profile_file is None else ModelProfile.load(profile_file)
-        data = {"file": cluster_file, **cluster_data(load_cluster(cluster_file, profile), profile)}
+        data = {"file": cluster_file, **cluster_data(cluster, profile)}
         click.echo(json.dumps(data, indent=2) if as_json else cluster_text(data))
         return
     report = examine()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from whale.cli.clusters import load_cluster
+from whale.cli.clusters import load_cluster_and_profile
 from whale.cli.model_loader import load_model, parse_settings
 from whale.cli.options import AT_LEAST_1, note, offload_option, state_options, verbosity_options
 from whale.cli.tables import cell_text, text_table
@@ -67,13 +67,7 @@ def verify(
     """
     if how["steps"] is not None and not replicas:
         raise UsageError("--steps is for --replicas; a comparison with the local model is of one step")
-    if profile_file is not None and cluster is None:
-        raise UsageError("--profile is for --cluster: it defines device types of a cluster file")
-    if cluster is not None:
-        from whale.ir.profile import ModelProfile
-
-        profile = None if profile_file is None else ModelProfile.load(profile_file)
-        how["cluster"] = load_cluster(cluster, profile)
+    how["cluster"], _ = load_cluster_and_profile(cluster, profile_file)
     parsed = parse_settings(settings)
     loaded = load_model(spec, parsed, batch_size=batch_size)
     from whale import api

@@ -17,13 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-try:
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-except ImportError:  # they are not public: where torch has none of them, no value is known
-
-    def get_proxy_mode() -> None:  # type: ignore[misc]
-        return None
-
+from whale.graph.tracer import current_tracer, node_in
 
 __all__ = ["READS_VALUES", "known_value"]
 
@@ -39,24 +33,25 @@ READS_VALUES = (
 def known_value(x: Tensor, most_elements: int = 4096) -> Tensor | None:
     """A traced tensor with its values; None where these depend on more than numbers of Python, or on a tensor of more
     elements."""
-    mode = get_proxy_mode()
-    if mode is None or not isinstance(x, FakeTensor) or x.constant is not None:
+    tracer = current_tracer()
+    if tracer is None or not isinstance(x, FakeTensor) or x.constant is not None:
         return None
-    slot: Any = get_proxy_slot(x, mode.tracer, None)
-    nodes = None if slot is None else _made_of_numbers(mode.tracer, slot.proxy.node, most_elements)
+    last = node_in(tracer, x)
+    nodes = None if last is None else _made_of_numbers(tracer, last, most_elements)
     if nodes is None:
         return None
     values: dict[fx.Node, Any] = {}
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         for node in nodes:
             if node.op == "get_attr":
-                values[node] = _constant(mode.tracer, node)
+                values[node] = _constant(tracer, node)
                 continue
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": torch.device("cpu")}
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    found = values[slot.proxy.node]
+            target: Any = node.target
+            values[node] = target(*args, **kwargs)
+    found = values[nodes[-1]]
     return found if isinstance(found, Tensor) and found.shape == x.shape and found.dtype == x.dtype else None
 
 

@@ -32,20 +32,13 @@ from torch.utils import _pytree as pytree
 
 from whale.graph.nodes import create_node
 from whale.graph.reach import PLAIN, WATCHES, Reach, Same, Unknown, untraced
-
-try:
-    from torch.fx.experimental.proxy_tensor import (
-        disable_proxy_modes_tracing,
-        get_proxy_mode,
-        get_proxy_slot,
-        track_tensor_tree,
-    )
-    from torch.fx.traceback import get_current_meta
-except ImportError:  # they are not public: where torch has none of them, every layer is traced
-
-    def get_proxy_mode() -> None:  # type: ignore[misc]
-        return None
-
+from whale.graph.tracer import (
+    current_tracer,
+    disable_proxy_modes_tracing,
+    get_current_meta,
+    node_in,
+    track_tensor_tree,
+)
 
 __all__ = ["Escaped", "Repeats"]
 
@@ -168,16 +161,16 @@ class Repeats:
 
         @functools.wraps(forward)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            mode = get_proxy_mode()
-            found = None if mode is None else self._found(mode.tracer, module, names, args, kwargs)
-            if mode is None or found is None:
+            tracer = current_tracer()
+            found = None if tracer is None else self._found(tracer, module, names, args, kwargs)
+            if tracer is None or found is None:
                 return forward(*args, **kwargs)
             call, numbers, kinds, kind = found
             if kind is not None and len(kind.traces) == TRACED:
                 kind.copies += 1
                 make = self._makes_later(kind) if self._can_wait(kind.traces[-1]) else _copies
-                return _copied(mode.tracer, kind.traces[-1], call, (args, kwargs), make)
-            before, last = self._state(module), _last(mode.tracer.graph)
+                return _copied(tracer, kind.traces[-1], call, (args, kwargs), make)
+            before, last = self._state(module), _last(tracer.graph)
             self._inside += 1
             try:
                 with _noting_reads(module, names) as read:
@@ -187,7 +180,7 @@ class Repeats:
             if kind is None:
                 kind = _Kind({name: value for name, value in numbers.items() if name in read})
                 kinds.append(kind)
-            trace = _traced(mode.tracer, call, last, (args, kwargs), result)
+            trace = _traced(tracer, call, last, (args, kwargs), result)
             changed = before is None or before != self._state(module) or read != kind.numbers.keys()
             if trace is None or changed or any(trace.text != one.text for one in kind.traces):
                 kind.refused = True
@@ -288,9 +281,9 @@ def _described(
     """A description equal for equal calls, and the call; None if the tracer does not know all of it."""
     *around, (path, (name, _)) = tracer.module_stack.items()
     tensors = list(_tensors(module))
-    own = [_node(tracer, x) for _, x in tensors]
+    own = [node_in(tracer, x) for _, x in tensors]
     leaves = pytree.tree_leaves((args, kwargs))
-    inputs = [_node(tracer, x) for x in leaves if isinstance(x, Tensor)]
+    inputs = [node_in(tracer, x) for x in leaves if isinstance(x, Tensor)]
     if path != name or None in inputs or None in own or set(inputs) & set(own):
         return None
     if not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
@@ -311,11 +304,6 @@ def _given(args: Any, kwargs: Any) -> Hashable:
     """Arguments, with tensors replaced by their shapes."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     return tuple(_shape(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves), repr(structure)
-
-
-def _node(tracer: Any, x: Tensor) -> fx.Node | None:
-    slot = get_proxy_slot(x, tracer, None)
-    return None if slot is None else slot.proxy.node
 
 
 def _shape(x: Tensor) -> Hashable:
@@ -437,7 +425,7 @@ def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -
         node = node.next
     place: dict[fx.Node, Token] = {node: ("input", i) for i, node in reversed(list(enumerate(call.inputs)))}
     place |= {node: ("own", i) for i, node in reversed(list(enumerate(call.own)))}
-    after = [_node(tracer, x) for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
+    after = [node_in(tracer, x) for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
     same = all(_returned(node, was) for node, was in zip(after, call.inputs, strict=True))
     if not same or _given(*given) != call.given or any(node.op != "call_function" for node in nodes):
         return None  # an input was changed, or something was made that is no operator
@@ -451,7 +439,7 @@ def _traced(tracer: Any, call: _Call, known: fx.Node, given: Any, result: Any) -
     results, shapes = [], []
     leaves, structure = pytree.tree_flatten(result)
     for x in leaves:
-        maker = _node(tracer, x) if isinstance(x, Tensor) else None
+        maker = node_in(tracer, x) if isinstance(x, Tensor) else None
         token = ("plain", x) if maker is None else place.get(maker, ("fixed",))
         if token[0] not in ("here", "input") and not isinstance(x, PLAIN):
             return None

@@ -196,11 +196,11 @@ def _selected(x: Tensor, index: Any) -> Any:
     """``x[index]``; a mask that the capture knows, as ``~torch.eye(n).bool()`` of contrastive losses, selects by
     number."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(part, Tensor) and part.dtype == torch.bool and part.dim() for part in parts):
+    if not any(map(_is_mask, parts)):
         return x[index]
     found: list[Any] = []
     for part in parts:
-        if isinstance(part, Tensor) and part.dtype == torch.bool:
+        if _is_mask(part):
             places = _known_places(part)
             if places is None:
                 return x[index]
@@ -208,6 +208,10 @@ def _selected(x: Tensor, index: Any) -> Any:
         else:
             found.append(part)
     return x[tuple(found)]
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dtype == torch.bool and part.dim() > 0
 
 
 def _known_places(mask: Tensor) -> Tensor | None:
@@ -234,11 +238,10 @@ _MOST_OF_MASK = 1 << 20
 """Elements of a mask from which on its values are not looked up."""
 
 
-def _masked_select(input: Tensor, mask: Tensor) -> Any:
+def _masked_select(input: Tensor, mask: Tensor, **kwargs: Any) -> Any:
     shape = torch.broadcast_shapes(input.shape, mask.shape)
-    if known_value(mask, _MOST_OF_MASK) is None:
-        return torch.masked_select(input, mask)
-    return _selected(input.expand(shape), mask.expand(shape))
+    places = None if kwargs else _known_places(mask.expand(shape))
+    return torch.masked_select(input, mask, **kwargs) if places is None else input.expand(shape)[places.unbind(1)]
 
 
 STAND_INS: dict[Any, Callable[..., Any]] = {
