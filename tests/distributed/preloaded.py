@@ -10,6 +10,8 @@ import importlib.util
 import pkgutil
 import sys
 
+import hypothesis
+import pytest
 import torch._inductor.compile_fx
 import torch.distributed.pipelining
 import torch.export
@@ -20,7 +22,7 @@ import whale
 from tests.collecting import collect_seldom
 from tests.distributed import harness, parity
 
-__all__ = ["harness", "parity", "torch", "transformers", "whale"]
+__all__ = ["harness", "hypothesis", "parity", "pytest", "torch", "transformers", "whale"]
 
 for _module in pkgutil.walk_packages(whale.__path__, "whale."):
     if not _module.name.endswith("__main__"):

@@ -1,25 +1,28 @@
 """Traces that ranks keep: many tests run one model in other layouts, and its trace takes most of their time.
 
-Two models have one trace if nothing that their forward reads differs. Models of classes that are defined in a function
-or in a script that is no example, with hooks, or with attributes that cannot be compared, are traced each time; so is
-all that runs in a mode of torch's.
+Two models have one trace if nothing that their forward reads differs. Models of classes that are defined in a script
+that is no example, with hooks, or with attributes that cannot be compared, are traced each time; so is all that runs in
+a mode of torch's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 import whale.api
 import whale.commands.candidates
@@ -30,11 +33,13 @@ import whale.compile.compile
 import whale.strategies.layers
 from tests.distributed.kept_calls import calls_known_once
 from tests.distributed.kept_graphs import dumps_if_possible, kept
-from whale.annotations import module_scopes
+from whale.annotations import NODE_KEY, module_scopes
 from whale.compile import trace as trace_module
 from whale.compile.trace import Traced, trace
 from whale.graph.capture import Captured, batch_leaves, capture
+from whale.graph.scoping import NodeScopes, module_paths, recorded_scopes, scopes_by_module
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
+from whale.ir.strategy import encode_scopes
 
 __all__ = ["captured_once", "shared", "traced_once"]
 
@@ -67,12 +72,35 @@ def _key(x: Any) -> Hashable:
         return type(x), tuple((_key(name), _key(value)) for name, value in x.items())
     if isinstance(x, Tensor):
         return type(x), tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad
+    if isinstance(x, partial):
+        return partial, _key(x.func), _key(x.args), _key(x.keywords)
     if callable(getattr(x, "to_json_string", None)):  # a configuration of transformers
         return type(x), x.to_json_string(use_diff=False), getattr(x, "_attn_implementation", "")
     name = getattr(x, "__name__", "")
     if callable(x) and getattr(sys.modules.get(getattr(x, "__module__", "")), name, None) is x:
         return getattr(x, "__module__", ""), name, _source(x)
+    if isinstance(x, FunctionType):
+        return _key_of_function(x)
     raise _Unlike(x)
+
+
+def _key_of_function(x: FunctionType, of: type | None = None) -> Hashable:
+    """A function that no module has by name, such as one that another function makes, or a method of the class *of*."""
+    constants: list[Any] = [x.__defaults__, x.__kwdefaults__]
+    for cell in x.__closure__ or ():
+        try:
+            constants.append(cell.cell_contents)
+        except ValueError:  # of a name that has no value yet
+            raise _Unlike(x) from None
+    if any(isinstance(leaf, (Tensor, nn.Module)) for leaf in tree_leaves(constants)):
+        raise _Unlike(x)  # a constant of the graph, by its values
+    plain = tuple(None if of is not None and constant is of else _key(constant) for constant in constants)
+    return x.__module__, x.__qualname__, x.__code__.co_firstlineno, _key_of_code(x.__code__), plain, _source(x)
+
+
+def _key_of_code(code: CodeType) -> Hashable:
+    constants = tuple(_key_of_code(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts)
+    return code.co_code, code.co_names, constants
 
 
 def _key_of_model(model: nn.Module) -> Hashable:
@@ -81,9 +109,12 @@ def _key_of_model(model: nn.Module) -> Hashable:
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         script = sys.argv if kind.__module__ == "__main__" else None  # its arguments may be globals that are read
-        if "<" in kind.__qualname__ or (script and Path(script[0]).parent != EXAMPLES):
+        if script and Path(script[0]).parent != EXAMPLES:
             raise _Unlike(module)
-        source = _source(*(x for x in vars(kind).values() if hasattr(x, "__code__")))
+        functions = [x for x in vars(kind).values() if isinstance(x, FunctionType)]
+        source: Hashable = _source(*functions)
+        if "<" in kind.__qualname__:
+            source = source, tuple(_key_of_function(x, kind) for x in functions), tuple(map(str, kind.__mro__))
         attributes = {name: x for name, x in vars(module).items() if name not in _OWN}
         if any(isinstance(x, Tensor) or (x and name.endswith("_hooks")) for name, x in attributes.items()):
             raise _Unlike(module)  # a tensor that is no buffer is a constant of the graph, by its values
@@ -120,38 +151,57 @@ def traced_once(model: nn.Module, batch: Any, **options: Any) -> Traced:
         return trace(model, batch, **options)
     scopes = module_scopes(model)
     if key not in _traces:
-        with kept(key) as file:
-            found, text = _traced(model, batch, options, file.graph)
-            again = found.stages(scopes)
-            if text is not None and (again.stages, again.scopes) != (found.annotated.stages, found.annotated.scopes):
-                file.write(b"")  # not all its annotations are marks of modules
-                return found
-            if text is not None:
-                file.write(text)
+        before, trace_module.capture = trace_module.capture, captured_once
+        try:
+            found = trace(model, batch, **options)
+        finally:
+            trace_module.capture = before
+        again = found.stages(scopes)
+        if (again.stages, again.scopes) != (found.annotated.stages, found.annotated.scopes):
+            return found  # not all its annotations are marks of modules
         _traces[key] = found
     return replace(_traces[key], annotated=_traces[key].stages(scopes))
 
 
-def _traced(
-    model: nn.Module, batch: Any, options: Mapping[str, Any], graph: Captured | None
-) -> tuple[Traced, bytes | None]:
-    """A trace, from this graph if there is one, and the bytes of its graph if there was none."""
-    text: bytes | None = None
+_DEFAULTS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(capture).parameters.items()
+    if parameter.default is not inspect.Parameter.empty
+}
 
-    def captured(*arguments: Any, **settings: Any) -> Captured:
-        nonlocal text
+
+def captured_once(model: nn.Module, batch: Any, **options: Any) -> Captured:
+    """Capture a model as `whale.graph.capture.capture`, where no process of this run has captured such a one yet.
+
+    Models that differ in annotations of modules alone have one graph, with the annotations of each.
+    """
+    given = {**_DEFAULTS, **options}
+    given["device"] = torch.device(given["device"])
+    scopes = module_scopes(model)
+    key = _key_of_call(model, batch, given)
+    if key is None:
+        return capture(model, batch, **options)
+    of_stages = repr(scopes) if given["precision"] is not None else ""  # casts are shared within a stage
+    with kept(("captured", key, of_stages)) as file:
+        graph: Captured | None = file.graph
         if graph is not None:
+            _mark(graph, scopes_by_module(module_paths(graph, model), scopes))
             return graph
-        found = capture(*arguments, **settings)
-        text = _bytes(found)
-        return found
+        graph = capture(model, batch, **options)
+        marked = recorded_scopes(graph) == scopes_by_module(module_paths(graph, model), scopes)
+        file.write(_bytes(graph) if marked else b"")
+    return graph
 
-    before = trace_module.capture
-    trace_module.capture = captured
-    try:
-        return trace(model, batch, **options), text
-    finally:
-        trace_module.capture = before
+
+def _mark(graph: Captured, scopes: NodeScopes) -> None:
+    """Give a graph the annotations with which another model like its own is captured."""
+    for node in graph.graph.nodes:
+        custom = {name: x for name, x in (node.meta.get("custom") or {}).items() if name != NODE_KEY}
+        if node in scopes.of:
+            custom[NODE_KEY] = encode_scopes(scopes.of[node])
+        if custom or "custom" in node.meta:
+            node.meta["custom"] = custom
+    graph.stage_regions = scopes.stage_regions
 
 
 def _bytes(captured: Captured) -> bytes:
@@ -159,19 +209,6 @@ def _bytes(captured: Captured) -> bytes:
     if captured.structure is not None:
         return b""
     return dumps_if_possible(captured)
-
-
-def captured_once(model: nn.Module, batch: Any, **options: Any) -> Captured:
-    """Capture a model as `whale.graph.capture.capture`, where no process of this run has captured such a one yet."""
-    key = _key_of_call(model, batch, options)
-    if key is None:
-        return capture(model, batch, **options)
-    with kept(("captured", key, repr(module_scopes(model)))) as file:
-        graph = file.graph
-        if graph is None:
-            graph = capture(model, batch, **options)
-            file.write(_bytes(graph))
-    return graph
 
 
 def conditions_once(

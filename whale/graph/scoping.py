@@ -33,7 +33,11 @@ class NodeScopes:
 
 def recorded_scopes(captured: Captured) -> NodeScopes:
     """The annotations with which a model was captured."""
-    texts = {node: (node.meta.get("custom") or {}).get(NODE_KEY) for node in captured.graph.nodes}
+    texts = {
+        node: (node.meta.get("custom") or {}).get(NODE_KEY)
+        for node in captured.graph.nodes
+        if node.op == "call_function"
+    }
     paths = {text: decode_scopes(text) for text in dict.fromkeys(texts.values()) if text}
     return NodeScopes(
         of={node: paths[text] for node, text in texts.items() if text}, stage_regions=captured.stage_regions
