@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whale.errors import CaptureError
+from whale.ir.copying import deep_copy
 
 __all__ = ["Bound", "model_copy"]
 
@@ -25,12 +26,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy by ``copy.deepcopy`` with *memo*; functions that a script put on modules, and hooks, are the copy's.
+    """A copy with *memo*, as of `copy.deepcopy`; functions that a script put on modules, and hooks, are the copy's.
+
+    What cannot be copied, such as a lock, is shared.
 
     Raises:
         CaptureError: such a function has a list or a dict of modules and of other values, which it could change.
     """
-    made = copy.deepcopy(model, memo)
+    made = deep_copy(model, memo, model.modules)
     rebinding = _Rebinding(memo)
     for module in made.modules():
         for table in (module.__dict__, *(getattr(module, name) for name in _HOOKS)):

@@ -11,10 +11,12 @@ import dis
 import functools
 import os
 import random
+import re
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -41,6 +43,10 @@ _STATELESS = ("torch", "whale", "logging", *sys.stdlib_module_names)
 _CLASSES = ("transformers", *_STATELESS)
 """Packages for which this holds only for classes: their functions may be hooks that collect values."""
 
+
+_STATELESS_OR_BUILT = {*_STATELESS, "builtins", "numpy"}
+_OF_MODULES = frozenset(nn.Module().__dict__)
+"""Attributes that each module has, whose tensors, modules and hooks are looked at by themselves."""
 
 _LARGE = 1 << 20
 """Bytes of an array from which on its values are not compared."""
@@ -205,8 +211,9 @@ class Named(NamedTuple):
         globals: for every table of globals, the names that are looked up there.
         cells: variables of the functions around, each with a name.
         objects: other objects that compute, as a loss function with attributes.
-        pieces: of names that are put together, as of ``getattr(self, f"layer{i}")``.
+        pieces: of names that are put together, as of ``getattr(self, f"layer{i}")``; an empty one for any name.
         stored: names of attributes that the code sets.
+        classes: those of its modules and of objects that these hold, and others that the code names.
     """
 
     names: frozenset[str]
@@ -215,6 +222,7 @@ class Named(NamedTuple):
     objects: tuple[Any, ...]
     pieces: frozenset[str]
     stored: frozenset[str]
+    classes: tuple[type, ...]
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -224,88 +232,208 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 def names_in_code(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Named:
     """The names in a forward and in the functions that it may call: those of the classes of its modules, and of the
-    objects that these hold, are found by their names."""
-    modules = list(model.modules())
-    held = [
-        x for module in modules for x in module.__dict__.values() if not isinstance(x, (*PLAIN, Tensor, dict, list))
-    ]
-    classes = dict.fromkeys(type(x) for x in [*modules, *held])
-    by_name: dict[str, list[Any]] = {}
-    for base in dict.fromkeys(base for kind in classes for base in kind.__mro__):
-        if _package(base) not in _STATELESS:
-            for name, x in vars(base).items():
-                by_name.setdefault(name, []).append(x)
-    for module in modules:
-        for name, x in module.__dict__.items():
-            by_name.setdefault(name, []).extend(_functions(x))
-    names = {"forward"}
-    tables: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
-    cells: dict[int, tuple[str, CellType]] = {}
-    objects: list[Any] = []
-    pieces, stored = set[str](), set[str]()
-    seen = set[int]()
-    waiting: list[Any] = [loss_fn, *by_name.get("forward", ())]
-    for module in modules:
-        waiting += [module.__dict__.get("forward"), *hooks_of(module)]
-    while waiting:
-        x = waiting.pop()
-        if id(x) in seen or x is None:
-            continue
-        seen.add(id(x))
+    objects and classes that these hold or name, are found by their names."""
+    return _Search(model, loss_fn).run()
+
+
+_NOT_IN_A_FORWARD = {
+    "__init__", "__new__", "__init_subclass__", "__class_getitem__", "__set_name__", "__del__", "__repr__", "__str__",
+    "__dir__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__",
+    "__post_init__", "__setattr__", "__delattr__", "__sizeof__", "__format__",
+}  # fmt: skip
+"""Methods that Python calls by itself, but not to compute with an object."""
+
+_BY_ANY_NAME = {"__dict__", "__getattribute__", "attrgetter", "vars"}
+"""Names of what reads attributes whose names may be computed."""
+
+_FORMAT = re.compile(r"%[-+ #0-9.]*[a-z]|\{[^}]*\}")
+"""A value's place in a text."""
+
+_DEPTH = 6
+"""Depth from which on what an object holds is not looked for."""
+
+
+class _Search:
+    """A search through functions, and through the objects and classes whose methods they may call."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self.names = {"forward"}
+        self.tables: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
+        self.cells: dict[int, tuple[str, CellType]] = {}
+        self.objects: list[Any] = []
+        self.classes: dict[type, None] = {}
+        self.pieces, self.stored = set[str](), set[str]()
+        self._by_name: dict[str, list[Any]] = {}
+        self._held: dict[int, Any] = {}
+        self._kinds = set[type]()
+        self._seen: dict[int, Any] = {}
+        self._waiting: list[Any] = []
+
+    def run(self) -> Named:
+        modules = list(self.model.modules())
+        for module in modules:
+            self._hold(module)
+        self._waiting.append(self.loss_fn)
+        for module in modules:
+            self._waiting += [module.__dict__.get("forward"), *hooks_of(module)]
+        while self._waiting:
+            self._follow(self._waiting.pop())
+        return Named(
+            frozenset(self.names),
+            tuple((table, frozenset(found)) for table, found in self.tables.values()),
+            tuple(self.cells.values()),
+            tuple(self.objects),
+            frozenset(self.pieces),
+            frozenset(self.stored),
+            tuple(self.classes),
+        )
+
+    def _hold(self, x: Any, depth: int = 0) -> None:
+        """Note an object, and those that it holds: their methods are found by name."""
+        if isinstance(x, (*PLAIN, Tensor, FunctionType, MethodType, ModuleType)) or id(x) in self._held:
+            return
+        if depth > _DEPTH or len(self._held) > REACHED:
+            return
+        self._held[id(x)] = x
+        if isinstance(x, type):
+            self._hold_class(x)
+            return
+        if isinstance(x, Mapping | tuple | list | set | frozenset | deque):
+            for inner in list(x.values() if isinstance(x, Mapping) else x):
+                self._waiting.extend(_functions(inner))
+                self._hold(inner, depth + 1)
+        module, own = isinstance(x, nn.Module), _is_own(type(x))
+        if not module and not own and (depth > 1 or _package(type(x)) in _STATELESS_OR_BUILT):
+            return
+        self._hold_class(type(x))
+        if not module and not own:
+            return
+        for name, inner in list(getattr(x, "__dict__", {}).items()):
+            if module and name in _OF_MODULES:
+                continue
+            self._find(name, _functions(inner))
+            self._hold(inner, depth + 1)
+
+    def _hold_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if base in self._kinds or _package(base) in _STATELESS_OR_BUILT:
+                continue
+            self._kinds.add(base)
+            own = _is_own(base)
+            if own:
+                self.classes[base] = None
+                self._hold_class(type(base))
+            for name, x in list(vars(base).items()):
+                self._find(name, [x])
+                if own and isinstance(x, FunctionType) and _is_special(name) and name not in _NOT_IN_A_FORWARD:
+                    self._waiting.append(x)
+
+    def _find(self, name: str, functions: list[Any]) -> None:
+        """Let functions be called by this name."""
+        self._by_name.setdefault(name, []).extend(functions)
+        if name in self.names:
+            self._waiting.extend(functions)
+
+    def _follow(self, x: Any) -> None:
+        if id(x) in self._seen or isinstance(x, (*PLAIN, Tensor, ModuleType)):
+            return
+        self._seen[id(x)] = x
         if isinstance(x, Bound):
             x = x.function
         if isinstance(x, MethodType):
-            objects.append(x.__self__)
+            self.objects.append(x.__self__)
+            self._hold(x.__self__)
             x = x.__func__
         elif isinstance(x, functools.partial):
-            objects.append(x)
-            cells[id(x)] = "a functools.partial", CellType((x.args, x.keywords))
-            waiting.extend((x.func, *x.args, *x.keywords.values()))
-        elif isinstance(x, property):
-            waiting.append(x.fget)
+            self.objects.append(x)
+            self.cells[id(x)] = "a functools.partial", CellType((x.args, x.keywords))
+            self._waiting.extend((x.func, *x.args, *x.keywords.values()))
+        elif isinstance(x, property | functools.cached_property):
+            self._waiting.append(x.fget if isinstance(x, property) else x.func)
         elif isinstance(x, staticmethod | classmethod):
             x = x.__func__
-        elif x is loss_fn and not isinstance(x, FunctionType):
-            objects.append(x)
-            waiting.extend(getattr(type(x), name, None) for name in ("__call__", "forward"))
-        if not isinstance(x, FunctionType) or _package(x) in _STATELESS:
-            continue
+        elif x is self.loss_fn and not isinstance(x, FunctionType):
+            self.objects.append(x)
+            self._waiting.extend(getattr(type(x), name, None) for name in ("__call__", "forward"))
+        if not isinstance(x, FunctionType):
+            self._hold(x)
+        elif _package(x) not in _STATELESS:
+            self._read(x)
+
+    def _read(self, x: FunctionType) -> None:
+        """Note what a function names."""
         inside = _words(x.__code__)
         if inside & {"environ", "getenv"}:
-            tables[id(os.environ)] = vars(os.environ), {"_data"}
+            self.tables[id(os.environ)] = vars(os.environ), {"_data"}
         if "getattr" in inside:
-            pieces |= _pieces(x.__code__)
-        stored |= _stored(x.__code__)
-        new = inside - names
-        names |= inside
-        waiting.extend(found for name in new for found in by_name.get(name, ()))
+            self.pieces |= _pieces(x.__code__) - {""}
+        own = _is_own(x)
+        # Python gives a method such as __getattr__ the names that other code has.
+        if own and not _is_special(x.__name__):
+            self.pieces |= _pieces(x.__code__) & {""}
+            self.pieces |= {""} if inside & _BY_ANY_NAME else set()
+        self.stored |= _stored(x.__code__)
+        if own and set(x.__dict__) - {"__wrapped__"}:
+            self.objects.append(x)
+        new = inside - self.names
+        self.names |= inside
+        self._waiting.extend(found for name in sorted(new) for found in self._by_name.get(name, ()))
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
-                waiting.append(cell.cell_contents)
-                cells[id(cell)] = name, cell
+                self._waiting.append(cell.cell_contents)
+                self.cells[id(cell)] = name, cell
         given = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         if not all(isinstance(one, PLAIN) for one in given):
-            cells[id(x)] = f"an argument of {x.__name__}", CellType(tuple(given))
-            waiting.extend(given)
+            self.cells[id(x)] = f"an argument of {x.__name__}", CellType(tuple(given))
+            self._waiting.extend(given)
         known = [name for name in _names(x.__code__) if name in x.__globals__]
-        waiting.extend(x.__globals__[name] for name in known)
-        looked_up = [name for name in known if not callable(x.__globals__[name])]
+        self._waiting.extend(x.__globals__[name] for name in known if own or _is_called(x.__globals__[name]))
+        looked_up = [name for name in known if not _is_code(x.__globals__[name], own)]
         if looked_up:
-            tables.setdefault(id(x.__globals__), (x.__globals__, set()))[1].update(_globals(x.__code__) & {*looked_up})
+            table = self.tables.setdefault(id(x.__globals__), (x.__globals__, set()))
+            table[1].update(_globals(x.__code__) & {*looked_up})
         for name in known:
             inner = x.__globals__[name]
             if isinstance(inner, ModuleType) and inner.__name__.partition(".")[0] not in _CLASSES:
-                own = [word for word in inside if word in vars(inner)]
-                waiting.extend(vars(inner)[word] for word in own)
-                tables.setdefault(id(vars(inner)), (vars(inner), set()))[1].update(own)
-    return Named(
-        frozenset(names),
-        tuple((table, frozenset(found)) for table, found in tables.values()),
-        tuple(cells.values()),
-        tuple(objects),
-        frozenset(pieces),
-        frozenset(stored),
-    )
+                words = [word for word in inside if word in vars(inner)]
+                self._waiting.extend(vars(inner)[word] for word in words if own or _is_called(vars(inner)[word]))
+                self.tables.setdefault(id(vars(inner)), (vars(inner), set()))[1].update(words)
+
+
+_CALLED = (FunctionType, MethodType, functools.partial, Bound, property, staticmethod, classmethod)
+
+
+def _is_called(x: Any) -> bool:
+    return isinstance(x, _CALLED)
+
+
+def _is_own(x: Any) -> bool:
+    """Whether a function or class is a script's, or that of a package whose source it has beside it: of installed
+    packages, objects and classes that their code names are constants."""
+    return _is_source(_package(x))
+
+
+@functools.cache
+def _is_source(package: str) -> bool:
+    if package in _STATELESS_OR_BUILT:
+        return False
+    module = sys.modules.get(package)
+    places = [getattr(module, "__file__", None) or "", *(getattr(module, "__path__", None) or ())]
+    return not any(part in ("site-packages", "dist-packages") for place in places for part in Path(place).parts)
+
+
+def _is_special(name: str) -> bool:
+    """Whether a name is that of a method that Python calls by itself."""
+    return name.startswith("__") and name.endswith("__")
+
+
+def _is_code(x: Any, replaceable: bool) -> bool:
+    """Whether a global is a function or a class, except those that a script may replace, or computes without a state of
+    its own."""
+    if isinstance(x, FunctionType | type):
+        return not replaceable or _package(x) in _STATELESS_OR_BUILT
+    return callable(x) and _package(type(x)) in _STATELESS_OR_BUILT
 
 
 def _functions(x: Any) -> list[Any]:
@@ -340,13 +468,35 @@ def _stored(code: CodeType) -> frozenset[str]:
 
 @functools.cache
 def _pieces(code: CodeType) -> frozenset[str]:
-    """Texts of which a code puts together the names that it gives getattr."""
+    """Texts of which a code puts together the names that it gives getattr; an empty one where it has them from
+    elsewhere."""
     found = set[str]()
     own = list(dis.get_instructions(code))
     for place, instruction in enumerate(own):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval == "getattr":
-            call = next((x for x in own[place + 1 :] if x.opname.startswith("CALL")), own[-1])
-            given = own[place + 1 : own.index(call)]
-            if any(x.opname in ("FORMAT_VALUE", "FORMAT_SIMPLE", "BUILD_STRING", "BINARY_OP") for x in given):
-                found |= {x.argval for x in given if x.opname == "LOAD_CONST" and isinstance(x.argval, str)}
+            name = _second_argument(own[place + 1 :])
+            if len(name) != 1 or name[0].opname != "LOAD_CONST":
+                texts = [x.argval for x in name if x.opname == "LOAD_CONST" and isinstance(x.argval, str)]
+                parts = {part for text in texts for part in re.split(_FORMAT, text) if part}
+                found |= parts or {""}
     return frozenset(found).union(*(_pieces(x) for x in code.co_consts if isinstance(x, CodeType)))
+
+
+def _second_argument(after: Sequence[dis.Instruction]) -> list[dis.Instruction]:
+    """The instructions that put the second argument of a call on the stack, of those after the one for its function;
+    none if they are not in one piece."""
+    height, first_ends, second_ends = 0, -1, -1
+    for place, instruction in enumerate(after):
+        if instruction.opname in ("PRECALL", "RESUME", "CACHE", "KW_NAMES"):
+            continue
+        if instruction.opname == "CALL":
+            if instruction.arg == height:
+                return list(after[first_ends + 1 : second_ends])
+            height -= (instruction.arg or 0) + 1
+        else:
+            height += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+        if height == 1:
+            first_ends = place
+        elif height == 2:
+            second_ends = place + 1
+    return []

@@ -6,25 +6,27 @@ parameter, the next step is compiled with it. Knows objects and tables of them; 
 
 from __future__ import annotations
 
-import copy
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from whale.ir.copying import deep_copy
+
 __all__ = ["Attributes", "Changes", "Sources"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _ATOMS = (*_PLAIN, type, FunctionType, MethodType, ModuleType)
-_CONTAINERS = (dict, list, tuple, set, frozenset)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
 _STANDARD = frozenset(nn.Module().__dict__)
 _TRAINS = ".requires_grad"
 
@@ -48,6 +50,7 @@ class Sources(NamedTuple):
     objects: Collection[Any] = ()
     pieces: Collection[str] = ()
     stored: Collection[str] = ()
+    classes: Collection[type] = ()
 
 
 class Changes(NamedTuple):
@@ -82,7 +85,7 @@ class Changes(NamedTuple):
                     continue
                 table.pop(name, None)
                 if name in held:
-                    table[name] = copy.deepcopy(held[name], memo)
+                    table[name] = deep_copy(held[name], memo)
 
 
 class _Same:
@@ -172,10 +175,11 @@ class Attributes:
         modules = self._modules
         for path, module in modules.items():
             yield path, module.__dict__, self._named(module)
-        for kind in dict.fromkeys(base for module in modules.values() for base in type(module).__mro__):
+        bases = (base for module in modules.values() for base in type(module).__mro__)
+        for kind in dict.fromkeys(chain(bases, self.sources.classes)):
             if kind.__module__.partition(".")[0] not in ("torch", "builtins", "whale", "transformers"):
-                held = {name for name in vars(kind) if not name.startswith("__")}
-                yield f"class {kind.__name__}", vars(kind), sorted(held & {*self.sources.names})
+                held = (name for name in vars(kind) if not name.startswith("__"))
+                yield f"class {kind.__module__}.{kind.__qualname__}", vars(kind), sorted(filter(self._is_named, held))
         for table, names in self.sources.globals:
             yield f"module {table.get('__name__')}", table, sorted(name for name in names if name in table)
         for x in self.sources.objects:
@@ -191,17 +195,29 @@ class Attributes:
             if kind.__module__.startswith("torch."):  # its code is not searched for names
                 names &= self._given.setdefault(id(x), frozenset(names)) | {*self.sources.names}
                 return sorted(names)
-        pieces = self.sources.pieces
-        return sorted(n for n in names if n in self.sources.names or (pieces and any(piece in n for piece in pieces)))
+        if any(base.__module__ == "collections" for base in type(x).__mro__):
+            return sorted(names)
+        return sorted(filter(self._is_named, names))
+
+    def _is_named(self, name: str) -> bool:
+        """Whether the code may read an attribute of this name."""
+        return name in self.sources.names or any(piece in name for piece in self.sources.pieces)
 
     def _tokens(self) -> dict[_Name, Hashable]:
         """Every value by name."""
         found: dict[_Name, Hashable] = {}
+        seen: dict[str, int] = {}
+
+        def numbered(owner: str) -> str:
+            seen[owner] = seen.get(owner, 0) + 1
+            return owner if seen[owner] == 1 else f"{owner} ({seen[owner]})"
+
         for owner, table, names in self._roots():
-            found |= {(owner, name): self._token(table[name], 0) for name in names}
+            own = numbered(owner)
+            found |= {(own, name): self._token(table[name], 0) for name in names}
         for name, cell in self.sources.cells:
             with suppress(ValueError):  # it is empty
-                found["an enclosing function", name] = self._token(cell.cell_contents, 0)
+                found["an enclosing function", numbered(name)] = self._token(cell.cell_contents, 0)
         for path, module in self._modules.items():
             found |= {(path, n + _TRAINS): (bool, p.requires_grad) for n, p in _own_parameters(module)}
         return found
@@ -225,7 +241,9 @@ class Attributes:
         if isinstance(x, _CONTAINERS):
             if len(x) > _LARGE:
                 return None
-            return [x.keys, x.values] if isinstance(x, dict) else [partial(iter, x)]
+            return [x.keys, x.values] if isinstance(x, (dict, MappingProxyType)) else [partial(iter, x)]
+        if isinstance(x, partial):
+            return [lambda: (x.func, x.args, x.keywords)]
         if type(x).__module__.partition(".")[0] == "numpy":
             return [_Last(x.tobytes)] if getattr(x, "nbytes", _LARGE_ARRAY) < _LARGE_ARRAY else None
         inside = isinstance(x, nn.Module)

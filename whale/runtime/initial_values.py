@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import UsageError
+from whale.ir.copying import deep_copy
 from whale.runtime.local_program import Intervals
 from whale.runtime.materialize import record
 from whale.runtime.replay import Recording
@@ -131,7 +132,7 @@ class _Rebuild:
                 kept = nn.Parameter(blank, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else blank
                 self.made[id(x)] = kept
             memo[id(x)] = self.made[id(x)]
-        return copy.deepcopy(module, memo)
+        return deep_copy(module, memo, module.modules)
 
     def _construct_again(self, module: Any) -> None:
         fresh = _named(type(module)(copy.deepcopy(module.config)))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from whale.errors import UsageError
 from whale.ir import range_names
+from whale.ir.copying import deep_copy
 from whale.ir.program import Returns
 from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.comm_hooks import CommHook
@@ -482,7 +483,7 @@ def parallel_module(
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
     for known, name in first.items():
         memo[known] = engine.tensors.get(name)
-    made: Any = copy.deepcopy(template, memo)
+    made: Any = deep_copy(template, memo, template.modules)
     made.__class__ = _class_of(type(template))
     for path, module in made.named_modules():
         names = [f"{path}.{own}".lstrip(".") for own in template.get_submodule(path)._parameters]

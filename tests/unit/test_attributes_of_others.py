@@ -1,0 +1,218 @@
+"""Values that a forward reads through a script's objects, classes and functions act at the next step."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections import ChainMap, UserList, deque
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+
+
+class Rates(type):
+    rate = 1.0
+
+
+class Config(metaclass=Rates):
+    scale = 1.0
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.scale
+
+    @staticmethod
+    def of_none() -> float:
+        return Config.scale
+
+
+class Gain:
+    def __init__(self) -> None:
+        self.gain, self._hidden, self.inner = 1.0, 1.0, [{"last": SimpleNamespace(factor=1.0)}]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+    @property
+    def seen(self) -> float:
+        return self._hidden
+
+    def deep(self) -> float:
+        return float(self.inner[0]["last"].factor)
+
+
+class Forwards:
+    def __init__(self) -> None:
+        self._values = {"rate": 1.0}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self, "__dict__")["_values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def closure() -> Any:
+    values = {"weight": 1.0}
+
+    def weighted(x: Tensor) -> Tensor:
+        return x * values["weight"]
+
+    weighted.values = values  # type: ignore[attr-defined]
+    return weighted
+
+
+def scaled(x: Tensor, by: Any = None) -> Tensor:
+    return x * scaled.factor * (by or [1.0])[0]  # type: ignore[attr-defined]
+
+
+scaled.factor = 1.0  # type: ignore[attr-defined]
+GAIN = Gain()
+
+
+def helper(x: Tensor) -> Tensor:
+    return x
+
+
+class Holder(nn.Module):
+    names = ("k1",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.k1, self.config = 1.0, Config()
+        self.first, self.second, self.gains = Gain(), Gain(), [Gain(), Gain()]
+        self.one, self.other, self.by_name = closure(), closure(), {"last": closure()}
+        self.recent, self.list, self.chain = deque([1.0], maxlen=2), UserList([1.0]), ChainMap({"a": 1.0})
+        self.partial, self.forwards = functools.partial(scaled, by=[1.0]), Forwards()
+
+
+class Case(NamedTuple):
+    factor: Callable[[Any], Any]
+    """What a forward multiplies with."""
+    change: Callable[[Any, float], object]
+    """Gives a model that value."""
+    reset: Callable[[], object] = lambda: None
+
+
+def write(table: Any, key: Any, value: Any) -> None:
+    table[key] = value
+
+
+CASES = {
+    "a class": Case(lambda s: Config.scale, lambda m, x: setattr(Config, "scale", x)),
+    "a class by an instance": Case(lambda s: s.config.scale, lambda m, x: setattr(Config, "scale", x)),
+    "a class by its method": Case(lambda s: s.config.of_class(), lambda m, x: setattr(Config, "scale", x)),
+    "a class by a static method": Case(lambda s: Config.of_none(), lambda m, x: setattr(Config, "scale", x)),
+    "a class of a class": Case(lambda s: Config.rate, lambda m, x: setattr(Rates, "rate", x)),
+    "a computed name": Case(lambda s: getattr(s, "k" + str(1)), lambda m, x: setattr(m, "k1", x)),
+    "a formatted name": Case(lambda s: getattr(s, "k%d" % 1, None), lambda m, x: setattr(m, "k1", x)),  # noqa: UP031
+    "a name in a list": Case(lambda s: getattr(s, s.names[0]), lambda m, x: setattr(m, "k1", x)),
+    "a path": Case(lambda s: attrgetter("first.gain")(s), lambda m, x: setattr(m.first, "gain", x)),
+    "a computed key": Case(lambda s: s.__dict__["k" + str(1)], lambda m, x: setattr(m, "k1", x)),
+    "one of two objects": Case(lambda s: s.second(s.first(1.0)), lambda m, x: setattr(m.first, "gain", x)),
+    "the other": Case(lambda s: s.second(s.first(1.0)), lambda m, x: setattr(m.second, "gain", x)),
+    "an object in a list": Case(lambda s: s.gains[1](s.gains[0](1.0)), lambda m, x: setattr(m.gains[1], "gain", x)),
+    "one of two closures": Case(lambda s: s.other(s.one(1.0)), lambda m, x: write(m.one.values, "weight", x)),
+    "the other closure": Case(lambda s: s.other(s.one(1.0)), lambda m, x: write(m.other.values, "weight", x)),
+    "a closure in a dict": Case(
+        lambda s: s.by_name["last"](1.0), lambda m, x: write(m.by_name["last"].values, "weight", x)
+    ),
+    "a property": Case(lambda s: s.first.seen, lambda m, x: setattr(m.first, "_hidden", x)),
+    "deep": Case(lambda s: s.first.deep(), lambda m, x: setattr(m.first.inner[0]["last"], "factor", x)),
+    "a deque": Case(lambda s: s.recent[-1], lambda m, x: m.recent.append(x)),
+    "a list of a class": Case(lambda s: s.list[0], lambda m, x: write(m.list, 0, x)),
+    "a chain of dicts": Case(lambda s: s.chain["a"], lambda m, x: write(m.chain, "a", x)),
+    "a partial": Case(lambda s: s.partial(1.0), lambda m, x: write(m.partial.keywords["by"], 0, x)),
+    "__getattr__": Case(lambda s: s.forwards.rate, lambda m, x: write(m.forwards._values, "rate", x)),
+    "a function": Case(
+        lambda s: scaled(1.0),  # type: ignore[arg-type]
+        lambda m, x: setattr(scaled, "factor", x),
+        lambda: setattr(scaled, "factor", 1.0),
+    ),
+    "a global object": Case(
+        lambda s: GAIN(1.0),  # type: ignore[arg-type]
+        lambda m, x: setattr(GAIN, "gain", x),
+        lambda: setattr(GAIN, "gain", 1.0),
+    ),
+    "another function": Case(
+        lambda s: helper(1.0),  # type: ignore[arg-type]
+        lambda m, x: write(globals(), "helper", lambda y: y * x),
+        lambda: write(globals(), "helper", lambda y: y),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_changed_acts_at_the_next_step(name: str) -> None:
+    case = CASES[name]
+
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.layer(x).sum() * case.factor(self)
+
+    kind: Any = type("Multiplied", (Holder,), {"forward": forward})
+    try:
+        model: Any = whale.parallelize(kind(), X, device="cpu")
+        first = model.train_step(X).item()
+        for factor in (2.0, 3.0):
+            case.change(model, factor)
+            assert model.train_step(X).item() == pytest.approx(factor * first)
+        assert len(model._whale.engine.steps) == 3
+    finally:
+        case.reset()
+        Config.scale = Rates.rate = 1.0
+
+
+def test_an_attribute_that_no_name_can_be_is_the_script_s() -> None:
+    class Counts(Holder):
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x).sum() * getattr(self, "k" + str(1)) * getattr(self.config, "scale", 1.0)
+
+    model: Any = whale.parallelize(Counts(), X, device="cpu")
+    for epoch in range(3):
+        model.epoch = model.first.epoch = epoch
+        model.train_step(X)
+    assert len(model._whale.engine.steps) == 1
+
+
+def test_what_cannot_be_copied_is_shared(tmp_path: Path) -> None:
+    held: dict[str, Any] = {
+        "lock": threading.Lock(),
+        "queue": queue.Queue(),
+        "functional": nn.functional,
+        "view": MappingProxyType({"a": 2.0}),
+        "file": (tmp_path / "log").open("w"),
+        "mixed": [1.5, threading.Lock()],
+        "options": {"of": {"lock": threading.Lock()}},
+    }
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3, dtype=torch.float64)
+            self.__dict__.update(held)
+
+        def forward(self: Any, x: Tensor) -> Any:
+            with self.lock:
+                return self.functional.relu(self.layer(x)).sum() * self.view["a"] * self.mixed[0]
+
+    local = Holds()
+    model: Any = whale.parallelize(local, X, device="cpu")
+    assert model.train_step(X).item() == pytest.approx(local(X).item())
+    assert all(getattr(model, name) is held[name] for name in ("lock", "functional", "view", "file"))
+    assert model.mixed is not held["mixed"] and model.mixed[1] is held["mixed"][1]
+    model.mixed[0] = 3.0
+    assert model.train_step(X).item() == pytest.approx(2 * local(X).item())
+    held["file"].close()

@@ -1,0 +1,55 @@
+"""Deep copies of objects with attributes that Python cannot copy.
+
+Models hold locks, open files, TensorBoard's writers or modules of Python, as ``self.F = torch.nn.functional``;
+``copy.deepcopy`` fails for all of a model then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, TypeVar
+
+__all__ = ["deep_copy"]
+
+T = TypeVar("T")
+
+
+def deep_copy(x: T, memo: dict[int, Any], parts: Callable[[], Iterable[Any]] = tuple) -> T:
+    """A copy by ``copy.deepcopy`` with *memo*, which shares with *x* what cannot be copied.
+
+    Args:
+        x: to be copied.
+        memo: copies by the identity of what is copied, as of ``copy.deepcopy``.
+        parts: those of *x*, itself among them, each of whose attributes is copied or shared; without any, *x* is.
+
+    Raises:
+        Exception: of any type, where each attribute can be copied and all of it cannot.
+    """
+    given = dict(memo)
+    try:
+        return copy.deepcopy(x, memo)
+    except Exception:
+        known = list(parts())
+        if not known:
+            return x
+        alone = {**given, **{id(part): part for part in known}}
+        shared = [one for part in known for one in _not_copied(vars(part), alone)]
+        if not shared:
+            raise
+    memo.clear()
+    memo.update(given)
+    memo.update({id(one): one for one in shared})
+    return copy.deepcopy(x, memo)
+
+
+def _not_copied(x: Any, memo: dict[int, Any]) -> Iterator[Any]:
+    """The values in a container, or in containers in it, that cannot be copied."""
+    for value in list(x.values() if isinstance(x, MutableMapping) else x):
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception:  # of any type
+            if type(value) in (list, tuple, dict) and len(value) > 1:
+                yield from _not_copied(value, memo)
+            else:
+                yield value
