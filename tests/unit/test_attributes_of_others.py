@@ -100,10 +100,10 @@ class Holder(nn.Module):
 
 
 class Case(NamedTuple):
+    """A factor of a forward, how a script changes it, and what puts it back where that is not the model's own."""
+
     factor: Callable[[Any], Any]
-    """What a forward multiplies with."""
     change: Callable[[Any, float], object]
-    """Gives a model that value."""
     reset: Callable[[], object] = lambda: None
 
 
