@@ -343,7 +343,7 @@ def _changes(workload: Workload, replicas: Sequence[_Replicas]) -> Iterator[tupl
     count = len(own.row_seconds)
     what = "one device" if own.size == 1 else f"a replica of {own.size} devices"
     yield (
-        f"{what} more for stage {busiest} ({count + 1} instead of {count})",
+        f"{what} more for stage {busiest}, if there was one ({count + 1} instead of {count})",
         _replaced(workload, busiest, partial(_scaled, factor=own.seconds(more=1) / own.seconds())),
     )
     if several:

@@ -31,19 +31,20 @@ def owned_bytes(parameters: float, gradients: float, optimizer: float, *, level:
 
 
 def fitting_shares(rooms: Sequence[float], owned: float) -> tuple[float, ...]:
-    """Return the shares of devices that own some bytes together; () are equal ones.
+    """Return the shares of devices that own some bytes together; () are equal ones. Each has some, because others may
+    hold no copy of what it trains.
 
     Args:
         rooms: bytes of each device's memory that all else leaves.
         owned: bytes of all of them.
 
     >>> fitting_shares([4e9, 4e9], 6e9), fitting_shares([6e9, 2e9], 6e9), fitting_shares([6e9, -1e9], 9e9)
-    ((), (750.0, 250.0), (1000.0, 0.0))
+    ((), (750.0, 250.0), (1000.0, 1.0))
     """
     if all(owned / len(rooms) <= room for room in rooms) or max(rooms) <= 0:
         return ()
     room = [max(0.0, one) for one in rooms]
-    return tuple(float(floor(PARTS * one / sum(room))) for one in room)
+    return tuple(max(1.0, float(floor(PARTS * one / sum(room)))) for one in room)
 
 
 def fitting_states(

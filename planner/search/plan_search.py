@@ -356,7 +356,7 @@ class PlanSearch(Scoreboard):
             found = family.sequences(self.meshes, self.batch, schedule, one.pace, self.effort.near * near)
             promises = found.promises
             if not promises:
-                self._drop(family.name, "no sequence of its meshes fits in memory")
+                self._drop(family.name, f"no sequence of its meshes{self._allowed} fits in memory")
                 self.lacking.append(_Lacking(family, family.micro_batches, schedule, 1.0))
             solved += near < inf or bool(promises)
             promising += [(own, found, place, family.micro_batches) for place, own in enumerate(promises)]
@@ -419,8 +419,13 @@ class PlanSearch(Scoreboard):
         if scored:
             self._note(scored)
         if not scored or not scored.fits:
-            self._drop(counted(len(sequence), "stage"), "no cut fits in memory")
+            self._drop(counted(len(sequence), "stage"), f"no cut{self._allowed} fits in memory")
             self.lacking.append(_Lacking(sequence, count, schedule, 1.0))
+
+    @property
+    def _allowed(self) -> str:
+        """Words for what annotations leave, where there are any."""
+        return "" if self.settings.fixed in (None, Fixed()) else " that the annotations allow"
 
     # The answer
 

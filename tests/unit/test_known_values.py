@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,10 @@ SELECTED: dict[str, Callable[[Tensor], Any]] = {
     "rows": lambda h: h[torch.arange(len(h)) % 2 == 0].square().mean(),
     "columns": lambda h: h[:, torch.tensor([True, False, True, True])].square().mean(),
     "both": lambda h: h[torch.arange(len(h)) < 3, 1].square().mean(),
+    "combinations": lambda h: (h[torch.combinations(torch.arange(len(h)))].diff(dim=1)).square().mean(),
+    "combinations of values": lambda h: torch.combinations(h.mean(1), 3).prod(1).sum(),
+    "rows by numpy": lambda h: h[np.arange(len(h)) % 3 == 0].square().mean(),
+    "columns by a list": lambda h: h[:, [True, False, True, True]].square().mean(),
 }
 
 
@@ -71,6 +76,26 @@ def test_masks_that_are_known_select_for_batches_of_any_size(loss: Callable[[Ten
     made = whale.parallelize(Reads(loss), X, device="cpu")
     for rows in (8, 6, 3):
         assert made.train_step(X[:rows]).item() == pytest.approx(Reads(loss)(X[:rows]).item(), rel=1e-12)
+
+
+class Chooses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4, dtype=torch.float64)
+        self.chosen: Any = torch.tensor([True, False, True, False])
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)[:, self.chosen].square().sum()
+
+
+def test_a_mask_that_is_an_attribute_may_change() -> None:
+    local = Chooses()
+    made: Any = whale.parallelize(Chooses(), X, device="cpu")
+    for column in (0, 1, 2):
+        for model in (local, made):
+            model.chosen[column] = not model.chosen[column]
+        assert made.train_step(X).item() == pytest.approx(local(X).item(), rel=1e-12)
 
 
 def _written(h: Tensor) -> Tensor:

@@ -23,10 +23,11 @@ from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
-from whale.ir.state import StateSharding
+from whale.ir.state import StateSharding, shares_of
 from whale.ir.strategy import Recompute
 from whale.planner.cost.configuration import Configuration
 from whale.planner.cost.estimate import estimate
+from whale.planner.cost.state_shares import fitting_shares
 from whale.planner.explain import savings
 from whale.planner.search import SearchSettings, StageChoice, evaluate
 from whale.predict.costs import Costs
@@ -363,6 +364,14 @@ def test_a_device_with_more_memory_holds_more_of_the_state() -> None:
     trial = CandidateCompiler(decoder(layers=12, heads=4, width=512).float().to("meta"), tokens(16, 8), name="wide")
     profile = profile_model(trial.model, tokens(16, 8), captured=trial.captured)
     assert not evaluate(profile, mixed, equal, micro_batches=1).prediction.fits
+
+
+def test_devices_without_room_own_what_no_other_of_their_sum_could() -> None:
+    """Gradients are summed over pairs of devices, and one pair has no room."""
+    everyone = (0, 1, 2, 3, 4, 5)
+    state = StateSharding(1, fitting_shares([-1e9, 8e9, 8e9, -1e9, 8e9, 8e9], 60e9))
+    for pair in ((0, 3), (1, 4), (2, 5)):
+        assert shares_of(pair, {everyone: state})[0] > 0
 
 
 # --- what frees memory ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +51,7 @@ from whale.cli.progress import Interruption, ProgressLine
 from whale.errors import InfeasibleError, UsageError, WhaleError
 from whale.ir.state import Align
 from whale.ir.strategy import RECOMPUTES, REDUCES, Offload, Recompute, Reduce
-from whale.ir.units import time_text
+from whale.ir.units import counted, time_text
 from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from whale.compile.options import Options
     from whale.ir.cluster import Cluster
     from whale.ir.profile import ModelProfile
+    from whale.ir.strategy import ScopePath
     from whale.planner.search import Fixed, Memo, Progress, SearchSettings
 
 LEAST_SHARE = 0.25
@@ -344,7 +346,7 @@ class SearchedModel:
             profile=inputs.profile,
             trial=trial,
             fixed=inputs.fixed,
-            assumptions=said_of_model(loaded, precision, rows=inputs.rows),
+            assumptions=(*said_of_model(loaded, precision, rows=inputs.rows), *_said_of_scopes(scopes)),
         )
 
 
@@ -367,6 +369,14 @@ def _texts(annotations: Sequence[str]) -> dict[str, tuple[str, ...]]:
             raise UsageError(f"--annotate {text!r}: {why}")
         found[key] = tuple(part.strip() for part in _BETWEEN_STRATEGIES.split(strategies))
     return found
+
+
+def _said_of_scopes(scopes: Mapping[str, ScopePath]) -> Iterator[str]:
+    """The annotations that plans keep."""
+    kinds = Counter(str(path[-1].strategy) for path in scopes.values() if path)
+    if kinds:
+        shown = ", ".join(f"{kind} of {counted(number, 'module')}" for kind, number in kinds.most_common(3))
+        yield f"annotations hold in every plan: {shown}; a search of the model without them decides all"
 
 
 def _said_of_profile(profile: ModelProfile) -> tuple[str, ...]:

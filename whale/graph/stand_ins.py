@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -211,16 +212,32 @@ def _selected(x: Tensor, index: Any) -> Any:
 
 
 def _is_mask(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.dtype == torch.bool and part.dim() > 0
+    if isinstance(part, list):
+        return bool(part) and all(isinstance(one, bool) for one in part)
+    return isinstance(part, Tensor | np.ndarray) and part.dtype in (torch.bool, np.bool_) and part.ndim > 0
 
 
-def _known_places(mask: Tensor) -> Tensor | None:
+def _known_places(mask: Any) -> Tensor | None:
     """``mask.nonzero()`` of a mask that the capture knows."""
-    known = known_value(mask, _MOST_OF_MASK)
+    known: Tensor | None = None
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        if not isinstance(mask, Tensor):
+            known = torch.as_tensor(mask)
+        elif type(mask) is Tensor and mask.device.type == "cpu":  # an attribute that is no buffer
+            known = mask
+    if known is None:
+        known = known_value(mask, _MOST_OF_MASK)
     if known is None:
         return None
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return known.nonzero()
+
+
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """``combinations``, whose number depends on the input's size alone."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        places = torch.combinations(torch.arange(input.shape[0]), r, with_replacement)
+    return input[places]
 
 
 def _nonzero(input: Tensor, **kwargs: Any) -> Any:
@@ -246,6 +263,7 @@ def _masked_select(input: Tensor, mask: Tensor, **kwargs: Any) -> Any:
 
 STAND_INS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _selected,
+    torch.combinations: _combinations,
     Tensor.nonzero: _nonzero,
     torch.nonzero: _nonzero,
     torch.argwhere: _nonzero,
