@@ -52,6 +52,19 @@ class Gain:
         return float(self.inner[0]["last"].factor)
 
 
+class Slotted:
+    __slots__ = "slot"
+
+    def __init__(self) -> None:
+        self.slot = 1.0
+
+
+class AlsoSlotted(Slotted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = 1.0
+
+
 class Forwards:
     def __init__(self) -> None:
         self._values = {"rate": 1.0}
@@ -96,6 +109,7 @@ class Holder(nn.Module):
         self.first, self.second, self.gains = Gain(), Gain(), [Gain(), Gain()]
         self.one, self.other, self.by_name = closure(), closure(), {"last": closure()}
         self.recent, self.list, self.chain = deque([1.0], maxlen=2), UserList([1.0]), ChainMap({"a": 1.0})
+        self.slots = AlsoSlotted()
         self.partial, self.forwards = functools.partial(scaled, by=[1.0]), Forwards()
 
 
@@ -132,6 +146,8 @@ CASES = {
     ),
     "a property": Case(lambda s: s.first.seen, lambda m, x: setattr(m.first, "_hidden", x)),
     "deep": Case(lambda s: s.first.deep(), lambda m, x: setattr(m.first.inner[0]["last"], "factor", x)),
+    "a slot": Case(lambda s: s.slots.slot, lambda m, x: setattr(m.slots, "slot", x)),
+    "beside a slot": Case(lambda s: s.slots.inner * s.slots.slot, lambda m, x: setattr(m.slots, "inner", x)),
     "a deque": Case(lambda s: s.recent[-1], lambda m, x: m.recent.append(x)),
     "a list of a class": Case(lambda s: s.list[0], lambda m, x: write(m.list, 0, x)),
     "a chain of dicts": Case(lambda s: s.chain["a"], lambda m, x: write(m.chain, "a", x)),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whale.errors import CaptureError
-from whale.ir.copying import deep_copy
+from whale.ir.objects import deep_copy
 
 __all__ = ["Bound", "model_copy"]
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whale.graph.copies import Bound
+from whale.ir.objects import slots_of
 
 __all__ = ["PLAIN", "REACHED", "WATCHES", "Named", "Reach", "Same", "Unknown", "hooks_of", "names_in_code", "untraced"]
 
@@ -147,7 +148,7 @@ class Reach:
         elif not isinstance(x, Tensor | ModuleType) and _package(type(x)) not in ("torch", "logging"):
             yield type(x)
             yield getattr(x, "__dict__", None)
-            yield from (getattr(x, name, None) for name in _slots(type(x)))  # type: ignore[arg-type]
+            yield from (getattr(x, name, None) for name in slots_of(type(x)))
             if isinstance(x, functools.partial):
                 yield from (x.func, x.args, x.keywords)
 
@@ -192,12 +193,6 @@ def _numpy_state(x: Any) -> Any:
     if hasattr(x, "get_state"):
         return repr(x.get_state())
     return x.tobytes() if getattr(x, "nbytes", _LARGE) < _LARGE else None
-
-
-@functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
-    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    return tuple(name for slots in found for name in ((slots,) if isinstance(slots, str) else slots))
 
 
 # --- what code names --------------------------------------------------------------------------------------------------
@@ -249,8 +244,8 @@ _BY_ANY_NAME = {"__dict__", "__getattribute__", "attrgetter", "vars"}
 _FORMAT = re.compile(r"%[-+ #0-9.]*[a-z]|\{[^}]*\}")
 """A value's place in a text."""
 
-_DEPTH = 6
-"""Depth from which on what an object holds is not looked for."""
+_DEPTH, _LONG = 6, 1000
+"""Depth from which on what an object holds is not looked for, and number of elements from which on in a container."""
 
 
 class _Search:
@@ -299,8 +294,8 @@ class _Search:
         if isinstance(x, type):
             self._hold_class(x)
             return
-        if isinstance(x, Mapping | tuple | list | set | frozenset | deque):
-            for inner in list(x.values() if isinstance(x, Mapping) else x):
+        if isinstance(x, dict | MappingProxyType | tuple | list | set | frozenset | deque) and len(x) <= _LONG:
+            for inner in list(x if not isinstance(x, dict | MappingProxyType) else x.values()):
                 self._waiting.extend(_functions(inner))
                 self._hold(inner, depth + 1)
         module, own = isinstance(x, nn.Module), _is_own(type(x))
@@ -309,11 +304,10 @@ class _Search:
         self._hold_class(type(x))
         if not module and not own:
             return
-        for name, inner in list(getattr(x, "__dict__", {}).items()):
-            if module and name in _OF_MODULES:
-                continue
-            self._find(name, _functions(inner))
-            self._hold(inner, depth + 1)
+        for name, inner in _attributes(x):
+            if not module or name not in _OF_MODULES:
+                self._find(name, _functions(inner))
+                self._hold(inner, depth + 1)
 
     def _hold_class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -396,9 +390,20 @@ class _Search:
         for name in known:
             inner = x.__globals__[name]
             if isinstance(inner, ModuleType) and inner.__name__.partition(".")[0] not in _CLASSES:
-                words = [word for word in inside if word in vars(inner)]
+                words = sorted(word for word in inside if word in vars(inner))
                 self._waiting.extend(vars(inner)[word] for word in words if own or _is_called(vars(inner)[word]))
                 self.tables.setdefault(id(vars(inner)), (vars(inner), set()))[1].update(words)
+
+
+def _attributes(x: Any) -> list[tuple[str, Any]]:
+    """The attributes of an object, without asking it."""
+    found: list[tuple[str, Any]] = []
+    with contextlib.suppress(AttributeError):
+        found += object.__getattribute__(x, "__dict__").items()
+    for name in slots_of(type(x)):
+        with contextlib.suppress(AttributeError):  # it has no value
+            found.append((name, object.__getattribute__(x, name)))
+    return found
 
 
 _CALLED = (FunctionType, MethodType, functools.partial, Bound, property, staticmethod, classmethod)

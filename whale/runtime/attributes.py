@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from whale.ir.copying import deep_copy
+from whale.ir.objects import deep_copy, slots_of
 
 __all__ = ["Attributes", "Changes", "Sources"]
 
@@ -247,14 +247,14 @@ class Attributes:
         if type(x).__module__.partition(".")[0] == "numpy":
             return [_Last(x.tobytes)] if getattr(x, "nbytes", _LARGE_ARRAY) < _LARGE_ARRAY else None
         inside = isinstance(x, nn.Module)
-        slots = [n for kind in type(x).__mro__ for n in vars(kind).get("__slots__", ()) if n in {*self.sources.names}]
+        found: list[Callable[[], Iterable[Any]]] = [x._modules.values] if inside else []
+        slots = [name for name in slots_of(type(x)) if self._is_named(name)]
         if slots:
-            return [lambda: [getattr(x, name, None) for name in slots]]
-        if not hasattr(x, "__dict__") or (type(x).__module__.partition(".")[0] == "torch" and not inside):
-            return None
-        names = self._named(x)
-        own: list[Callable[[], Iterable[Any]]] = [partial(_several(names), x.__dict__)] if names else []
-        return [x._modules.values, *own] if inside else own or None
+            found.append(lambda: [getattr(x, name, None) for name in slots])
+        if hasattr(x, "__dict__") and (type(x).__module__.partition(".")[0] != "torch" or inside):
+            names = self._named(x)
+            found += [partial(_several(names), x.__dict__)] if names else []
+        return found or None
 
     def _look(self) -> None:
         """Note which objects there are, to notice cheaply that they are no more."""

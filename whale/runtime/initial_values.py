@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import UsageError
-from whale.ir.copying import deep_copy
+from whale.ir.objects import deep_copy
 from whale.runtime.local_program import Intervals
 from whale.runtime.materialize import record
 from whale.runtime.replay import Recording

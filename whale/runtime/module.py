@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from whale.errors import UsageError
 from whale.ir import range_names
-from whale.ir.copying import deep_copy
+from whale.ir.objects import deep_copy
 from whale.ir.program import Returns
 from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.comm_hooks import CommHook

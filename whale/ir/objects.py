@@ -1,4 +1,4 @@
-"""Deep copies of objects with attributes that Python cannot copy.
+"""Python's objects: their slots, and deep copies of those with attributes that Python cannot copy.
 
 Models hold locks, open files, TensorBoard's writers or modules of Python, as ``self.F = torch.nn.functional``;
 ``copy.deepcopy`` fails for all of a model then.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from functools import cache
 from typing import Any, TypeVar
 
-__all__ = ["deep_copy"]
+__all__ = ["deep_copy", "slots_of"]
 
 T = TypeVar("T")
 
@@ -53,3 +54,14 @@ def _not_copied(x: Any, memo: dict[int, Any]) -> Iterator[Any]:
                 yield from _not_copied(value, memo)
             else:
                 yield value
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of a class's slots."""
+    return _slots_of(kind)
+
+
+@cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return tuple(name for slots in found for name in ((slots,) if isinstance(slots, str) else slots))
