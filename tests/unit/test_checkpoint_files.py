@@ -500,6 +500,18 @@ def test_another_model_or_optimizer_is_refused_with_the_difference(runs: Runs) -
     assert whale.load_checkpoint(runs.directory, runs.model, strict=False) is not None
 
 
+def test_the_state_of_another_schedule_is_refused(runs: Runs, tmp_path: Path) -> None:
+    schedules = torch.optim.lr_scheduler
+    steps, cosine = schedules.StepLR(runs.optimizer, 2), schedules.CosineAnnealingLR(runs.optimizer, 10)
+    before = cosine.state_dict()
+    whale.save_checkpoint(tmp_path, runs.model, step=1, asynchronous=False, scheduler=steps)
+    with pytest.raises(CheckpointError, match=r"has no T_max, eta_min in the state of scheduler, which a CosineAnn"):
+        whale.load_checkpoint(tmp_path, runs.model, scheduler=cosine)
+    assert cosine.state_dict() == before
+    whale.load_checkpoint(tmp_path, runs.model, scheduler=cosine, strict=False)
+    assert cosine.step_size == 2  # type: ignore[attr-defined]
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.Generator().manual_seed(3),
     "python": lambda: random.Random(3),

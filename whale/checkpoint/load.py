@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from whale.arguments import check_count, check_type, known_arguments
 from whale.checkpoint.agree import Mismatch, newest_good
@@ -250,7 +251,23 @@ class _Loading:
             state = self._decoded(self.manifest.objects[of], partial(self._numbered, of))
         else:
             return
+        if self.strict:
+            self._check_schedule(of, value, state)
         self.actions.append(partial(self._give, of, value, state))
+
+    def _check_schedule(self, of: str, value: Any, state: Any) -> None:
+        """Refuse the state of another schedule of the learning rate, which torch's take without a word.
+
+        Raises:
+            Mismatch: it says nothing of what this one has.
+        """
+        if isinstance(value, LRScheduler) and isinstance(state, Mapping):
+            lacking = sorted(name for name in value.state_dict() if name not in state and not name.startswith("_"))
+            if lacking:
+                raise Mismatch(
+                    f"{self.reader.folder} has no {', '.join(lacking)} in the state of {of}, which a "
+                    f"{type(value).__name__} has: give the schedule that was saved, or strict=False"
+                )
 
     def _give(self, of: str, value: Any, state: Any) -> None:
         try:
