@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import whale
 from whale.errors import CaptureError, UsageError
@@ -292,3 +293,51 @@ def with_an_ended_iterator() -> nn.Module:
 def test_state_of_functions_is_refused(build: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         whale.parallelize(build(), X, loss_fn=lambda output, batch: output.sum(), device="cpu")
+
+
+class Keeps(nn.Module):
+    """Holds what its last forward has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4, dtype=torch.float64)
+        self.last: Any = None
+        self.seen: list[Any] = []
+        self.by_name: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        self.last = self.layer(x)
+        self.seen, self.by_name = [self.last], {"last": {"x": self.last}}
+        return self.last.tanh()
+
+
+def normed() -> nn.Module:
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(nn.Linear(3, 4, dtype=torch.float64))
+
+
+COMPUTED: dict[str, Callable[[], nn.Module]] = {
+    "kept": Keeps,
+    "weight norm": normed,
+    "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 4, dtype=torch.float64)),
+    "pruned": lambda: prune.l1_unstructured(nn.Linear(3, 4, dtype=torch.float64), "weight", amount=0.4),
+}
+
+
+@pytest.mark.parametrize("build", COMPUTED.values(), ids=COMPUTED.keys())
+def test_a_model_that_has_run_before_is_as_one_that_has_not(build: Callable[[], nn.Module]) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(build(), nn.Linear(4, 2, dtype=torch.float64)))
+        models[-1](X)
+    local, other = models
+    made = whale.parallelize(other, X, loss_fn=lambda output, _: output.square().mean(), device="cpu")
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (local, made)]
+    for _ in range(3):
+        loss = local(X).square().mean()
+        loss.backward()
+        assert made.train_step(X).item() == pytest.approx(loss.item(), rel=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

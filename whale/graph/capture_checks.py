@@ -259,12 +259,6 @@ def check_modules(model: nn.Module) -> None:
                     f"{name} has no {own} yet: run a batch through the model before parallelize, which gives lazy "
                     "modules their shapes"
                 )
-        for own, x in module.__dict__.items():
-            if isinstance(x, torch.Tensor) and not x.is_leaf:
-                raise CaptureError(
-                    f"{name} has computed {own} in a hook, as torch.nn.utils.weight_norm, spectral_norm and prune do: "
-                    "use torch.nn.utils.parametrizations, or make it permanent with remove"
-                )
 
 
 def check_hooks(model: nn.Module) -> None:

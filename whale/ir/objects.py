@@ -40,7 +40,8 @@ def deep_copy(x: T, memo: dict[int, Any], parts: Callable[[], Iterable[Any]] = t
             raise
     memo.clear()
     memo.update(given)
-    memo.update({id(one): one for one in shared})
+    # A tensor that autograd has computed is without its history.
+    memo.update({id(one): one.detach() if hasattr(one, "grad_fn") else one for one in shared})
     return copy.deepcopy(x, memo)
 
 
@@ -50,8 +51,8 @@ def _not_copied(x: Any, memo: dict[int, Any]) -> Iterator[Any]:
         try:
             copy.deepcopy(value, dict(memo))
         except Exception:  # of any type
-            if type(value) in (list, tuple, dict) and len(value) > 1:
-                yield from _not_copied(value, memo)
+            if type(value) in (list, tuple, dict):
+                yield from _not_copied(value, {**memo, id(value): value})
             else:
                 yield value
 
