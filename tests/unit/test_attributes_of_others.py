@@ -7,6 +7,7 @@ import queue
 import threading
 from collections import ChainMap, UserList, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -191,16 +192,31 @@ def test_what_is_changed_acts_at_the_next_step(name: str) -> None:
         Config.scale = Rates.rate = 1.0
 
 
-def test_an_attribute_that_no_name_can_be_is_the_script_s() -> None:
-    class Counts(Holder):
-        def forward(self, x: Tensor) -> Any:
-            return self.layer(x).sum() * getattr(self, "k" + str(1)) * getattr(self.config, "scale", 1.0)
+@dataclass
+class Fields:
+    act: str = "tanh"
+    epoch: int = 0
 
-    model: Any = whale.parallelize(Counts(), X, device="cpu")
+
+class Named(Holder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields, self.act = Fields(), "tanh"
+
+    def forward(self, x: Tensor) -> Any:
+        x = getattr(torch, self.act)(self.layer(x)) * getattr(self, "k" + str(1)) * getattr(self, self.names[0])
+        return getattr(nn.functional, self.fields.act)(x).sum() * getattr(self.config, "scale", 1.0)
+
+
+def test_an_attribute_that_no_name_can_be_is_the_script_s() -> None:
+    model: Any = whale.parallelize(Named(), X, device="cpu")
     for epoch in range(3):
-        model.epoch = model.first.epoch = epoch
+        model.epoch = model.first.epoch = model.fields.epoch = epoch
         model.train_step(X)
     assert len(model._whale.engine.steps) == 1
+    first = model.train_step(X).item()
+    model.fields.act = "relu"
+    assert model.train_step(X).item() != pytest.approx(first)
 
 
 def test_what_cannot_be_copied_is_shared(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -341,3 +342,32 @@ def test_a_model_that_has_run_before_is_as_one_that_has_not(build: Callable[[], 
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Child(nn.Module):
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.parent, self.layer = weakref.ref(parent), nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        parent: Any = self.parent()
+        return self.layer(x) * parent.scale
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.child = 1.0, Child(self)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.child(x).sum()
+
+
+def test_a_layer_that_refers_to_its_model_weakly_refers_to_the_copy() -> None:
+    local = Parent()
+    made: Any = whale.parallelize(local, X, device="cpu")
+    first = made.train_step(X).item()
+    made.scale = 3.0
+    assert made.train_step(X).item() == pytest.approx(3 * first)
+    assert local(X).item() == pytest.approx(first)

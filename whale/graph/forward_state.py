@@ -91,7 +91,7 @@ class State:
     def may_read(self, name: str) -> bool:
         """Whether the forward may read an attribute of this name."""
         named = self._named
-        return name in named.names or any(piece and piece in name for piece in named.pieces)
+        return name in named.names or any(piece in name for piece in named.pieces)
 
     @functools.cached_property
     def _named(self) -> Named:

@@ -206,7 +206,7 @@ class Named(NamedTuple):
         globals: for every table of globals, the names that are looked up there.
         cells: variables of the functions around, each with a name.
         objects: other objects that compute, as a loss function with attributes.
-        pieces: of names that are put together, as of ``getattr(self, f"layer{i}")``; an empty one for any name.
+        pieces: of names that are put together, as of ``getattr(self, f"layer{i}")``.
         stored: names of attributes that the code sets.
         classes: those of its modules and of objects that these hold, and others that the code names.
     """
@@ -238,6 +238,9 @@ _NOT_IN_A_FORWARD = {
 }  # fmt: skip
 """Methods that Python calls by itself, but not to compute with an object."""
 
+_WRITTEN = "<string>"
+"""File of methods that Python writes, as those of dataclasses, which name all fields."""
+
 _BY_ANY_NAME = {"__dict__", "__getattribute__", "attrgetter", "vars"}
 """Names of what reads attributes whose names may be computed."""
 
@@ -259,6 +262,7 @@ class _Search:
         self.objects: list[Any] = []
         self.classes: dict[type, None] = {}
         self.pieces, self.stored = set[str](), set[str]()
+        self._texts, self._computes_names = set[str](), False
         self._by_name: dict[str, list[Any]] = {}
         self._held: dict[int, Any] = {}
         self._kinds = set[type]()
@@ -274,8 +278,10 @@ class _Search:
             self._waiting += [module.__dict__.get("forward"), *hooks_of(module)]
         while self._waiting:
             self._follow(self._waiting.pop())
+        # A name that is not in the code is a text that an object holds.
+        held = (name for text in self._texts for name in text.split(".")) if self._computes_names else ()
         return Named(
-            frozenset(self.names),
+            frozenset(self.names).union(filter(str.isidentifier, held)),
             tuple((table, frozenset(found)) for table, found in self.tables.values()),
             tuple(self.cells.values()),
             tuple(self.objects),
@@ -286,6 +292,8 @@ class _Search:
 
     def _hold(self, x: Any, depth: int = 0) -> None:
         """Note an object, and those that it holds: their methods are found by name."""
+        if isinstance(x, str):
+            self._texts.add(x)
         if isinstance(x, (*PLAIN, Tensor, FunctionType, MethodType, ModuleType)) or id(x) in self._held:
             return
         if depth > _DEPTH or len(self._held) > REACHED:
@@ -295,7 +303,7 @@ class _Search:
             self._hold_class(x)
             return
         if isinstance(x, dict | MappingProxyType | tuple | list | set | frozenset | deque) and len(x) <= _LONG:
-            for inner in list(x if not isinstance(x, dict | MappingProxyType) else x.values()):
+            for inner in [*x, *(x.values() if isinstance(x, dict | MappingProxyType) else ())]:
                 self._waiting.extend(_functions(inner))
                 self._hold(inner, depth + 1)
         module, own = isinstance(x, nn.Module), _is_own(type(x))
@@ -320,7 +328,8 @@ class _Search:
                 self._hold_class(type(base))
             for name, x in list(vars(base).items()):
                 self._find(name, [x])
-                if own and isinstance(x, FunctionType) and _is_special(name) and name not in _NOT_IN_A_FORWARD:
+                implied = own and _is_special(name) and name not in _NOT_IN_A_FORWARD
+                if implied and isinstance(x, FunctionType) and x.__code__.co_filename != _WRITTEN:
                     self._waiting.append(x)
 
     def _find(self, name: str, functions: list[Any]) -> None:
@@ -330,6 +339,8 @@ class _Search:
             self._waiting.extend(functions)
 
     def _follow(self, x: Any) -> None:
+        if isinstance(x, str):
+            self._texts.add(x)
         if id(x) in self._seen or isinstance(x, (*PLAIN, Tensor, ModuleType)):
             return
         self._seen[id(x)] = x
@@ -360,13 +371,12 @@ class _Search:
         inside = _words(x.__code__)
         if inside & {"environ", "getenv"}:
             self.tables[id(os.environ)] = vars(os.environ), {"_data"}
-        if "getattr" in inside:
-            self.pieces |= _pieces(x.__code__) - {""}
         own = _is_own(x)
-        # Python gives a method such as __getattr__ the names that other code has.
-        if own and not _is_special(x.__name__):
-            self.pieces |= _pieces(x.__code__) & {""}
-            self.pieces |= {""} if inside & _BY_ANY_NAME else set()
+        if "getattr" in inside:
+            pieces = _pieces(x.__code__)
+            self.pieces |= pieces - {""}
+            self._computes_names |= own and "" in pieces
+        self._computes_names |= own and bool(inside & _BY_ANY_NAME)
         self.stored |= _stored(x.__code__)
         if own and set(x.__dict__) - {"__wrapped__"}:
             self.objects.append(x)
@@ -451,8 +461,9 @@ def _functions(x: Any) -> list[Any]:
 def _words(code: CodeType) -> frozenset[str]:
     """Names in a code, and texts in it that could be names, as for getattr."""
     inner = [x for x in code.co_consts if isinstance(x, CodeType)]
-    texts = [x for x in code.co_consts if isinstance(x, str) and x.isidentifier()]
-    return frozenset([*code.co_names, *texts]).union(*(_words(x) for x in inner))
+    texts = (x.split(".") for x in code.co_consts if isinstance(x, str))
+    words = [word for text in texts if all(map(str.isidentifier, text)) for word in text]
+    return frozenset([*code.co_names, *words]).union(*(_words(x) for x in inner))
 
 
 @functools.cache

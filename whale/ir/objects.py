@@ -7,9 +7,10 @@ Models hold locks, open files, TensorBoard's writers or modules of Python, as ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
+from weakref import ref
 
 __all__ = ["deep_copy", "slots_of"]
 
@@ -19,6 +20,8 @@ T = TypeVar("T")
 def deep_copy(x: T, memo: dict[int, Any], parts: Callable[[], Iterable[Any]] = tuple) -> T:
     """A copy by ``copy.deepcopy`` with *memo*, which shares with *x* what cannot be copied.
 
+    Weak references of parts to what is copied, as of a layer to its model, refer to the copies.
+
     Args:
         x: to be copied.
         memo: copies by the identity of what is copied, as of ``copy.deepcopy``.
@@ -27,11 +30,19 @@ def deep_copy(x: T, memo: dict[int, Any], parts: Callable[[], Iterable[Any]] = t
     Raises:
         Exception: of any type, where each attribute can be copied and all of it cannot.
     """
-    given = dict(memo)
+    known, given = list(parts()), dict(memo)
+    made = _copied(x, memo, known, given)
+    for part in known:
+        for name, one in vars(part).items():
+            if isinstance(one, ref) and id(one()) in memo and id(part) in memo:
+                vars(memo[id(part)])[name] = ref(memo[id(one())])
+    return made
+
+
+def _copied(x: T, memo: dict[int, Any], known: Sequence[Any], given: Mapping[int, Any]) -> T:
     try:
         return copy.deepcopy(x, memo)
     except Exception:
-        known = list(parts())
         if not known:
             return x
         alone = {**given, **{id(part): part for part in known}}
