@@ -260,6 +260,7 @@ def test_hugging_face_model_is_the_same_for_the_same_seed() -> None:
         ("hf:gptt2", {}, ["no such model type", "'gpt2'"]),
         ("hf:gpt2", {"n_layerz": 1}, ["n_layerz", "'n_layer'"]),
         ("hf:gpt2", {"sequence_length": "long"}, ["sequence_length", "whole number"]),
+        ("hf:gpt2", {"n_layer": -2}, ["n_layer=-2", "at least 0"]),
     ],
 )
 def test_wrong_hugging_face_model_is_explained(spec: str, settings: dict[str, object], parts: list[str]) -> None:

@@ -170,6 +170,11 @@ def architecture(model_type: str, settings: Mapping[str, Any]) -> Architecture:
             raise UsageError(
                 f"--set {key}: the configuration of {model_type} has no such value{_suggestion(key, known)}"
             )
+    for key, value in for_config.items():
+        usual = getattr(default, key, None)
+        counts = isinstance(usual, int) and usual > 0 and not key.endswith("_id")
+        if counts and isinstance(value, int) and value < 0:
+            raise UsageError(f"--set {key}={value!r}: it must be a whole number, at least 0")
     try:
         config = AutoConfig.for_model(model_type, **for_config)
     except Exception as error:
