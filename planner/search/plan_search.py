@@ -425,7 +425,7 @@ class PlanSearch(Scoreboard):
     @property
     def _allowed(self) -> str:
         """Words for what annotations leave, where there are any."""
-        return "" if self.settings.fixed in (None, Fixed()) else " that the annotations allow"
+        return "" if self.settings.is_free else " that the annotations allow"
 
     # The answer
 

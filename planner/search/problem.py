@@ -246,6 +246,11 @@ class SearchSettings:
     thorough: bool = False
 
     @property
+    def is_free(self) -> bool:
+        """Whether nothing is fixed in advance."""
+        return self.fixed in (None, Fixed())
+
+    @property
     def way(self) -> tuple[Recompute, int, Offload]:
         """The rule of recompute, the level of state and the offload of plans that are looked for first."""
         offload: Offload = "none" if self.offload == "auto" else self.offload

@@ -73,6 +73,7 @@ def _key(x: Any) -> Hashable:
     if isinstance(x, Tensor):
         return type(x), tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad
     if isinstance(x, partial):
+        _refuse_tensors(x, (x.args, x.keywords))
         return partial, _key(x.func), _key(x.args), _key(x.keywords)
     if callable(getattr(x, "to_json_string", None)):  # a configuration of transformers
         return type(x), x.to_json_string(use_diff=False), getattr(x, "_attn_implementation", "")
@@ -92,10 +93,15 @@ def _key_of_function(x: FunctionType, of: type | None = None) -> Hashable:
             constants.append(cell.cell_contents)
         except ValueError:  # of a name that has no value yet
             raise _Unlike(x) from None
-    if any(isinstance(leaf, (Tensor, nn.Module)) for leaf in tree_leaves(constants)):
-        raise _Unlike(x)  # a constant of the graph, by its values
+    _refuse_tensors(x, constants)
     plain = tuple(None if of is not None and constant is of else _key(constant) for constant in constants)
     return x.__module__, x.__qualname__, x.__code__.co_firstlineno, _key_of_code(x.__code__), plain, _source(x)
+
+
+def _refuse_tensors(x: Any, held: Any) -> None:
+    """Refuse what holds tensors, which are constants of the graph by their values."""
+    if any(isinstance(leaf, (Tensor, nn.Module)) for leaf in tree_leaves(held)):
+        raise _Unlike(x)
 
 
 def _key_of_code(code: CodeType) -> Hashable:

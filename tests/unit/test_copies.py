@@ -359,6 +359,7 @@ class Parent(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.scale, self.child = 1.0, Child(self)
+        self.weight = weakref.ref(self.child.layer.weight)
 
     def forward(self, x: Tensor) -> Any:
         return self.child(x).sum()

@@ -32,7 +32,7 @@ from whale.planner.cost.experts import Shared, shared_experts, with_experts
 from whale.planner.cost.precision import own_precision
 from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
-from whale.planner.search import Candidate, Fixed, Found, Memo, Progress, SearchSettings, StageChoice, search
+from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import fastest_rows
 from whale.planner.search.problem import PRICED, Stopped
@@ -261,9 +261,8 @@ def search_plans(
 def _places_tables(settings: SearchSettings) -> bool:
     """Whether plans with tables in places of their own are among those that are asked for."""
     asked = settings.max_stages, settings.reduce
-    free = settings.fixed is None or settings.fixed == Fixed()
     ways = (settings.recompute, settings.zero, settings.offload)
-    return free and asked == (None, None) and all(way in ("auto", "none", 0) for way in ways)
+    return settings.is_free and asked == (None, None) and all(way in ("auto", "none", 0) for way in ways)
 
 
 def _reordered(choices: Sequence[Choice], schedules: Sequence[str]) -> Iterator[Candidate]:

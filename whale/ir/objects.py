@@ -34,15 +34,16 @@ def deep_copy(x: T, memo: dict[int, Any], parts: Callable[[], Iterable[Any]] = t
     made = _copied(x, memo, known, given)
     for part in known:
         for name, one in vars(part).items():
-            if isinstance(one, ref) and id(one()) in memo and id(part) in memo:
-                vars(memo[id(part)])[name] = ref(memo[id(one())])
+            target = memo.get(id(one())) if type(one) is ref else None
+            if target is not None and id(part) in memo:
+                vars(memo[id(part)])[name] = ref(target)
     return made
 
 
 def _copied(x: T, memo: dict[int, Any], known: Sequence[Any], given: Mapping[int, Any]) -> T:
     try:
         return copy.deepcopy(x, memo)
-    except Exception:
+    except Exception:  # of any type
         if not known:
             return x
         alone = {**given, **{id(part): part for part in known}}
