@@ -26,8 +26,8 @@ from whale.compile.trace import Traced, trace
 from whale.compile.unread import check_places, forms_of_unread
 from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
+from whale.graph.code_names import names_in_code
 from whale.graph.precision import LOW_PRECISIONS
-from whale.graph.reach import names_in_code
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster
 from whale.ir.garbage import without_collections

@@ -28,7 +28,8 @@ from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
 from whale.graph.capture_checks import SourceLine, is_model, located, place_of_frame, place_of_node
-from whale.graph.reach import REACHED, WATCHES, Named, Reach, Same, hooks_of, names_in_code, untraced
+from whale.graph.code_names import Named, hooks_of, names_in_code
+from whale.graph.reach import REACHED, WATCHES, Reach, Same, untraced
 
 __all__ = ["Listing", "Steadiness", "graph_listing"]
 

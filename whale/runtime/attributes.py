@@ -42,7 +42,7 @@ _Name = tuple[str, str]
 
 
 class Sources(NamedTuple):
-    """Names in the code of a model: see `whale.graph.reach.Named`."""
+    """Names in the code of a model: see `whale.graph.code_names.Named`."""
 
     names: Collection[str] = ()
     globals: Collection[tuple[Mapping[str, Any], Collection[str]]] = ()
