@@ -13,7 +13,17 @@ from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import ModelProfile
 
-__all__ = ["AUTOCAST", "BY_DTYPE", "DTYPES", "PRECISIONS", "Precision", "executed", "own_precision", "precision_named"]
+__all__ = [
+    "AUTOCAST",
+    "BY_DTYPE",
+    "DTYPES",
+    "PRECISIONS",
+    "Precision",
+    "executed",
+    "mixed_precision_of",
+    "own_precision",
+    "precision_named",
+]
 
 KernelKind = Literal["products", "attention", "convolutions"]
 
@@ -48,12 +58,8 @@ class Precision:
         Raises:
             UsageError: names them, and what to use.
         """
-        if self.products[0] != "bfloat16":
-            return
-        for type_ in device_types:
-            known = dict(type_.rates)
-            if "float16" in known and "bfloat16" not in known and not type_.is_processor:
-                raise UsageError(f"{type_.name} has no bfloat16; use fp16, or leave such devices out")
+        if self.products[0] == "bfloat16" and (type_ := _without_bfloat16(device_types)):
+            raise UsageError(f"{type_.name} has no bfloat16; use fp16, or leave such devices out")
 
     def rate(self, device: DeviceType, kernel: KernelKind = "products") -> tuple[float, str]:
         """FLOP/s at the device's peak for one kind of kernel, and the number type that gives it."""
@@ -112,6 +118,20 @@ DTYPES = {name: dtype for dtype, name in BY_DTYPE.items()}
 
 ALIASES = {**BY_DTYPE, "float8": "fp8", "tfloat32": "tf32"}
 """Other names of precisions."""
+
+
+def _without_bfloat16(device_types: Iterable[DeviceType]) -> DeviceType | None:
+    """The first of these accelerators that has float16 and no bfloat16."""
+    for type_ in device_types:
+        known = dict(type_.rates)
+        if "float16" in known and "bfloat16" not in known and not type_.is_processor:
+            return type_
+    return None
+
+
+def mixed_precision_of(device_types: Iterable[DeviceType]) -> str:
+    """The precision in which such accelerators train beside float32 if none is asked for."""
+    return "fp16" if _without_bfloat16(device_types) else "bf16"
 
 
 def own_precision(profile: ModelProfile) -> str:

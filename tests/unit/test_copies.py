@@ -372,3 +372,34 @@ def test_a_layer_that_refers_to_its_model_weakly_refers_to_the_copy() -> None:
     made.scale = 3.0
     assert made.train_step(X).item() == pytest.approx(3 * first)
     assert local(X).item() == pytest.approx(first)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 1, dtype=torch.float64), 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.layer(x) * self.scale).sum()
+
+
+class CopiedByItsState(Scaled):
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedByItsState:
+        made = type(self)()
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+class CopiedWithTheMemo(Scaled):
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedWithTheMemo:
+        made = type(self)()
+        made.layer, made.scale = copy.deepcopy(self.layer, memo), self.scale
+        return made
+
+
+def test_a_copy_of_its_own_has_copies_of_the_parameters() -> None:
+    local = CopiedWithTheMemo()
+    local.scale = 2.0
+    assert whale.parallelize(local, X, device="cpu").train_step(X).item() == pytest.approx(local(X).item(), rel=1e-12)
+    with pytest.raises(CaptureError, match=r"^__deepcopy__ of CopiedByItsState makes parameters that are no copies"):
+        whale.parallelize(CopiedByItsState(), X, device="cpu")

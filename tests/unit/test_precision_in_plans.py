@@ -132,6 +132,15 @@ def test_every_command_refuses_bfloat16_on_devices_without_it(tmp_path: Path, ve
     assert "V100-SXM2-32GB has no bfloat16; use fp16, or leave such devices out" in result.stderr
 
 
+def test_an_estimate_is_in_a_precision_that_all_devices_have(tmp_path: Path) -> None:
+    for device, precision in (("V100-SXM2-32GB", "fp16"), ("A100-SXM4-80GB", "bf16")):
+        cluster = tmp_path / f"{device}.toml"
+        cluster.write_text(f'[[nodes]]\ndevices = 2\ndevice = "{device}"\n', encoding="utf-8")
+        result = CliRunner().invoke(app, ["estimate", *GIVEN, "--cluster", str(cluster), "--batch", "4", "-q"])
+        assert result.exit_code == 0, result.output
+        assert f"  {precision} beside weights and optimizer state in float32; --precision NAME" in result.output
+
+
 def test_commands_say_the_precision_in_the_plan_and_of_whom_it_is(tmp_path: Path) -> None:
     batch = ("--batch", "8")
     plans = {}

@@ -64,7 +64,11 @@ if TYPE_CHECKING:
     default=None,
     help="Shard norms and dropouts too [if attention is fused].",
 )
-@click.option("--precision", default="bf16", metavar="NAME", help="fp32, tf32, fp16, bf16, fp8 or fp64 [bf16].")
+@click.option(
+    "--precision",
+    metavar="NAME",
+    help="fp32, tf32, fp16, bf16, fp8 or fp64 [bf16; fp16 where a device has no bfloat16].",
+)
 @click.option("--gradient-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help=GRADIENT_DTYPE_HELP)
 @click.option("--step-in-backward", is_flag=True, help=STEP_IN_BACKWARD_HELP)
 @click.option("--reduce", type=click.Choice(REDUCES), default="mean", help="How replicas make one gradient [mean].")
@@ -107,6 +111,7 @@ def estimate(
     from whale.planner.cost.configuration import Configuration, Layout
     from whale.planner.cost.estimate import estimate as predict
     from whale.planner.cost.hosts import host_text
+    from whale.planner.cost.precision import mixed_precision_of
 
     zero, shares = degrees.pop("zero"), degrees.pop("state_shares")
     offload = degrees.pop("offload")
@@ -115,14 +120,17 @@ def estimate(
         raise UsageError(f"--state-align row: {degrees['optimizer']} computes with whole matrices; use parameter")
     asked = sharding_of(zero, shares, align, offload, degrees["reduce"])
     auto_shares = shares == "auto"
-    configuration = Configuration(
-        **degrees, zero=asked.level if asked is not None else 0, state_shares=asked.shares if asked is not None else ()
-    )
-    as_whale = configuration.stack in (None, "whale") and not of_other_stacks(configuration)
     if (spec is None) == (profile_file is None):
         raise UsageError("give either --model, to capture a model, or --profile, to use a profile")
     known = None if profile_file is None else ModelProfile.load(profile_file)
     cluster = load_cluster(cluster_file, known)
+    if degrees["precision"] is None:
+        of_profile = known.autocast if known is not None else ""
+        degrees["precision"] = of_profile or mixed_precision_of(device.type for device in cluster.devices)
+    configuration = Configuration(
+        **degrees, zero=asked.level if asked is not None else 0, state_shares=asked.shares if asked is not None else ()
+    )
+    as_whale = configuration.stack in (None, "whale") and not of_other_stacks(configuration)
     Layout.of(configuration, cluster)  # refuses degrees that cannot be, before a model is captured
     profile, said = _profile(spec, settings, known, configuration, as_whale=as_whale)
     beyond = of_other_stacks(configuration, profile)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whale.errors import CaptureError
+from whale.graph.bytecode import names_of
 from whale.ir.objects import deep_copy
 
 __all__ = ["Bound", "model_copy"]
@@ -31,9 +32,11 @@ def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     What cannot be copied, such as a lock, is shared.
 
     Raises:
-        CaptureError: such a function has a list or a dict of modules and of other values, which it could change.
+        CaptureError: such a function has a list or a dict of modules and of other values, which it could change; or a
+            module's own ``__deepcopy__`` does not copy with the memo.
     """
     made = deep_copy(model, memo, model.modules)
+    _check_parameters(model, made, memo)
     rebinding = _Rebinding(memo)
     for module in made.modules():
         for table in (module.__dict__, *(getattr(module, name) for name in _HOOKS)):
@@ -43,6 +46,18 @@ def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                     if function is not x:
                         table[name] = Bound(function, rebinding.used)
     return made
+
+
+def _check_parameters(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]) -> None:
+    copies = {id(x) for x in memo.values()}
+    if all(id(parameter) in copies for parameter in made.parameters()):
+        return
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    own = [kind for kind in kinds if hasattr(kind, "__deepcopy__")]
+    raise CaptureError(
+        f"__deepcopy__ of {', '.join(kind.__qualname__ for kind in own) or 'a module'} makes parameters that are no "
+        "copies of the model's: let it copy with the memo that it is given (copy.deepcopy(x, memo)), or leave it out"
+    )
 
 
 class Bound:
@@ -142,7 +157,7 @@ class _Rebinding:
             with suppress(ValueError):  # an empty cell
                 cell.cell_contents = self.of(one.cell_contents)
         defaults, keyword = self.of(x.__defaults__), self.of(x.__kwdefaults__)
-        read = {name: x.__globals__[name] for name in _names(x.__code__) if name in x.__globals__}
+        read = {name: x.__globals__[name] for name in names_of(x.__code__) if name in x.__globals__}
         others = {name: new for name, value in read.items() if (new := self.of(value)) is not value}
         closure = tuple(new if _differ(new, one) else one for new, one in zip(cells, old, strict=True))
         variables.update(others)
@@ -195,10 +210,3 @@ class _Globals(dict[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a global."""
         return super().get(name, self.rest.get(name, default))
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for x in code.co_consts:
-        if isinstance(x, CodeType):
-            yield from _names(x)

@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 from whale.errors import InputFileError, PlanMismatchError, UsageError
 from whale.ir.device_names import matching_types
 from whale.ir.document import Document, Format, parse_document, read_document
+from whale.ir.file_kinds import said_of_another_kind
 from whale.ir.json_text import format_json
 from whale.ir.record import in_words
 from whale.ir.units import PATTERNS, Quantity, counted, parse_quantity, started
@@ -521,6 +522,8 @@ def _cluster_of(document: Document, catalog: Mapping[str, DeviceType]) -> Cluste
     try:
         file = _File.model_validate(document.value)
     except ValidationError as error:
+        if said := said_of_another_kind(document.value, Cluster.__name__):
+            raise document.error(said) from None
         raise _first_error(document, error) from None
     own = {
         name: DeviceType.of(

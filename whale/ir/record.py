@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from whale.ir.document import Document, Path, parse_document, read_document
+from whale.ir.file_kinds import said_of_another_kind
 
 __all__ = ["FileRecord", "Record", "read_record"]
 
@@ -61,6 +62,8 @@ def read_record(record: type[RecordT], document: Document) -> RecordT:
         return record.model_validate_json(json.dumps(document.value, default=str))
     except ValidationError as error:
         findings = error.errors(include_url=False, include_context=True)
+    if said := said_of_another_kind(document.value, record.__name__):
+        raise document.error(said)
     wrong = [finding["loc"] for finding in findings]
     placed = [
         (finding, _place(finding, document))
