@@ -79,7 +79,8 @@ def _key(x: Any) -> Hashable:
         return type(x), x.to_json_string(use_diff=False), getattr(x, "_attn_implementation", "")
     name = getattr(x, "__name__", "")
     if callable(x) and getattr(sys.modules.get(getattr(x, "__module__", "")), name, None) is x:
-        return getattr(x, "__module__", ""), name, _source(x)
+        defaults = getattr(x, "__defaults__", None), getattr(x, "__kwdefaults__", None)
+        return getattr(x, "__module__", ""), name, _source(x), _key(defaults)
     if isinstance(x, FunctionType):
         return _key_of_function(x)
     raise _Unlike(x)

@@ -25,8 +25,6 @@ from whale.planner.network.communication import collective
 from whale.planner.network.topology import Topology
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 A100 = device_types()["A100-SXM4-80GB"]
 FAST, SLOW = Link(bandwidth=300e9, latency=3e-6), Link(bandwidth=3e9, latency=3e-5)
 WIDTH, LAYERS = 512, 40

@@ -21,8 +21,6 @@ from whale.predict.device_memory import bytes_of_communicators
 from whale.predict.prediction import predicted_memory
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 A100 = device_types()["A100-SXM4-80GB"]
 SLOW = Link(bandwidth=3e9, latency=3e-5)
 

@@ -26,8 +26,6 @@ from whale.planner.search import SearchSettings
 from whale.predict.costs import Costs
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 CARD = DeviceType.of("card", speed={"float32": 1e13, "bfloat16": 1e14}, memory_bytes=2**34, memory_bandwidth=1e12)
 LINK = Link(bandwidth=1e11, latency=5e-6)
 

@@ -26,8 +26,6 @@ from whale.predict.peak_memory import brief_peak_memory, peak_memory
 from whale.predict.prediction import predict
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 ROWS = (2**16, 2**14)
 COLUMNS = 32
 OF_TABLES = 4 * sum(ROWS) * (COLUMNS + 1)

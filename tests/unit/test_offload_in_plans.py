@@ -31,8 +31,6 @@ from whale.predict.peak_memory import brief_peak_memory
 from whale.predict.prediction import predict
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 CARD = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=2**33, memory_bandwidth=1e9)
 SIZES = {"layers": 12, "heads": 4, "width": 256}
 """Sizes of a model of ten buckets."""

@@ -20,8 +20,6 @@ from whale.strategies import sharding
 from whale.strategies.dry_run import TaskCalls, dry_run
 from whale.strategies.states import BEAM, WAYS, Moves, undominated
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 
 def gpt2(layers: int = 2, hidden: int = 64, heads: int = 4, vocabulary: int = 4001, **settings: Any) -> nn.Module:
     config = transformers.GPT2Config(

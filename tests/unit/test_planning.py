@@ -36,8 +36,6 @@ from whale.predict.peak_memory import Known, brief_peak_memory, peak_memory
 from whale.predict.reductions import Backward
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 LINK = Link(bandwidth=1e9, latency=1e-5)
 
 

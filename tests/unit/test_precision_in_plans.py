@@ -29,8 +29,6 @@ from whale.planner.cost.silicon import silicon_of
 from whale.planner.cost.stage import CostModel
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 TYPES = device_types()
 
 

@@ -21,8 +21,6 @@ from whale.planner.search import StageChoice
 from whale.planner.search.evaluate import score
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 EXAMPLES = Path(__file__).parents[2] / "examples/models"
 V100 = device_types()["V100-SXM2-32GB"]
 BATCH = 16

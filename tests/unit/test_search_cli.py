@@ -21,8 +21,6 @@ from whale.cli.collecting import seldom_collecting
 from whale.ir.plan import Plan
 from whale.ir.search_record import SearchRecord
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 ROOT = Path(__file__).parents[2]
 PROFILE = str(ROOT / "tests" / "golden" / "gpt_22b_profile.json")
 MODEL = """

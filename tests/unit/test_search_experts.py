@@ -33,8 +33,6 @@ from whale.planner.search.table import CostTable
 from whale.planner.search.to_plan import annotations_of
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 A100 = device_types()["A100-SXM4-80GB"]
 NODE = Cluster.homogeneous(4, A100, intra=A100.intra_node)
 NODES = Cluster.homogeneous(

@@ -30,8 +30,6 @@ from whale.planner.cost.precision import BY_DTYPE
 from whale.planner.search import SearchSettings, StageChoice, evaluate, search
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 A100 = device_types()["A100-SXM4-80GB"]
 CLUSTER = Cluster.homogeneous(4, A100, intra=A100.intra_node)
 BATCH, MICRO_BATCHES = 32, 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 
 import whale
@@ -13,8 +12,6 @@ from whale.cli.app import app
 from whale.ir.plan import Plan
 from whale.ir.state import StateSharding
 from whale.ir.strategy import parse_strategy
-
-pytestmark = pytest.mark.usefixtures("traces")
 
 CLUSTER = """
 links = {inter_node = {bandwidth = "1 Gbit/s", latency = "50 us"}}

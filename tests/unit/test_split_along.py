@@ -22,8 +22,6 @@ from whale.planner.search.constraints import fixed_by
 from whale.predict.peak_memory import peak_memory
 from whale.strategies.dry_run import stage_calls
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 SLABS = whale.split(dim=2)
 
 

@@ -37,8 +37,6 @@ from whale.predict.prediction import Predicted, predict
 from whale.predict.traffic import bucket_bytes, traffic
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 CARD = DeviceType.of("cpu", speed={"float32": 1e10}, memory_bytes=2**33, memory_bandwidth=1e9)
 HALVES: dict[str, Any] = {"layers.0": [stage(2), replicate()], "layers.2": [stage(2), replicate()]}
 

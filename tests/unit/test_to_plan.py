@@ -25,8 +25,6 @@ from whale.planner.cost.stage import CostModel
 from whale.planner.search import Candidate, StageChoice
 from whale.planner.search.to_plan import annotations_of, plan_of, split_shares
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 PATHS = ["embed", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
 
 

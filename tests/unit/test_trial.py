@@ -28,8 +28,6 @@ from whale.predict.costs import Costs
 from whale.runtime.collectives import Bridge
 from whale.strategies.profile import profile_model
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 EXAMPLES = Path(__file__).parents[2] / "examples/models"
 PROCESSOR = DeviceType.of("cpu", speed={"float32": 1e11}, memory_bytes=2**36, memory_bandwidth=1e10)
 

@@ -19,8 +19,6 @@ from whale.runtime import experts
 from whale.runtime.experts import group, grouped_product, product_of_groups
 from whale.strategies.ungroup import ungroup
 
-pytestmark = pytest.mark.usefixtures("traces")
-
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 4001}
 FEW = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
 
