@@ -13,7 +13,7 @@ from torch import fx
 
 from whale.errors import AnnotationError, InfeasibleError
 from whale.graph.capture import Captured
-from whale.graph.capture_checks import where
+from whale.graph.origins import where
 from whale.graph.scoping import NodeScopes
 from whale.graph.values import Value, is_call, operands, value_shape
 from whale.ir.strategy import Along, RegionRole, divides_batch

@@ -23,7 +23,7 @@ import numpy as np
 from torch import fx
 
 from whale.graph.capture import Captured
-from whale.graph.capture_checks import layer_of
+from whale.graph.origins import layer_of
 from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
 from whale.ir.placement import Placement
 from whale.strategies.analysis import Analysis

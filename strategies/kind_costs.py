@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from whale.errors import UsageError
-from whale.graph.capture_checks import is_checkpointed
+from whale.graph.origins import is_checkpointed
 from whale.graph.values import Value, has_sparse_gradient, needs_grad, operands, value_shape, value_tensor
 from whale.ir.check import CollectiveCall
 from whale.ir.profile import (

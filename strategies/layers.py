@@ -18,12 +18,12 @@ from torch import Tensor, fx, nn
 
 from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves, capture, copy_of, mark_gradients
-from whale.graph.capture_checks import module_of
 from whale.graph.chain import LayerChain, chain_of
 from whale.graph.copies import model_copy
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
+from whale.graph.origins import module_of
 from whale.graph.values import Value, operands, resolve, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
 from whale.ir.strategy import REPLICAS, SHARDS, Along, Experts, ExpertsRole, RegionRole, ScopePath

@@ -17,7 +17,7 @@ from torch import fx
 
 from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Captured
-from whale.graph.capture_checks import module_of, where
+from whale.graph.origins import module_of, where
 from whale.graph.partition import Partition, TaskGraph, is_random
 from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolve, value_shape, value_tensor
 from whale.ir.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL, Placement

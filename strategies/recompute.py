@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from whale.graph.capture_checks import is_checkpointed, layer_of
 from whale.graph.nodes import copy_of_root, node_copy
+from whale.graph.origins import is_checkpointed, layer_of
 from whale.ir.strategy import Recompute
 from whale.runtime.derivative import OnTape
 from whale.runtime.experts import product_of_groups

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from whale.graph.capture import Captured
-from whale.graph.capture_checks import module_of
+from whale.graph.origins import module_of
 from whale.graph.values import Value, operands, resolve, value_tensor
 from whale.runtime.experts import grouped_product
 from whale.strategies.analysis import Analysis

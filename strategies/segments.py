@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from whale.graph.capture_checks import layer_of
 from whale.graph.nodes import node_copy
+from whale.graph.origins import layer_of
 from whale.runtime.derivative import laid_out
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, wait_for
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from whale.errors import InfeasibleError
-from whale.graph.capture_checks import module_of, where
+from whale.graph.origins import module_of, where
 from whale.graph.values import output_shapes, value_shape
 from whale.ir.strategy import Along, Attention, RegionRole
 from whale.runtime.ring import RingAttention, Round

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.laws.test_derivatives import Sink, assert_same, graph_of, leaf
-from whale.graph import capture_checks
+from whale.graph import origins
 from whale.runtime.local_program import Derivative, LocalGraph
 from whale.strategies.differentiation import differentiated
 from whale.strategies.gradients_in_place import gradients_in_place
@@ -141,7 +141,7 @@ def derivatives_of(body: Body, tensors: Sequence[Tensor], seeds: Sequence[Tensor
     def in_a_checkpoint(graph: fx.Graph, *places: fx.Node) -> list[fx.Node]:
         results = body(graph, *places)
         for node in graph.nodes:
-            node.meta |= {"source": node, "custom": {capture_checks._CHECKPOINTED: "1"}}
+            node.meta |= {"source": node, "custom": {origins._CHECKPOINTED: "1"}}
         return results
 
     def in_less(graph: LocalGraph) -> LocalGraph:

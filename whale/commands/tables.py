@@ -28,7 +28,7 @@ from whale.commands.planning import even_stages, shares_by_speed
 from whale.compile.trace import Traced, precision_of, trace
 from whale.errors import UsageError, WhaleError
 from whale.graph.capture import batch_leaves
-from whale.graph.capture_checks import module_of, modules_around
+from whale.graph.origins import module_of, modules_around
 from whale.graph.values import has_sparse_gradient, needs_grad, operands, value_shape, value_tensor
 from whale.ir.cluster import Cluster, Link, Node
 from whale.ir.plan import ClusterIdentity, Plan

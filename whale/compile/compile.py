@@ -20,7 +20,7 @@ from whale.compile.options import Options, distincts_of, offloads_of, reduces_of
 from whale.compile.trace import Traced, trace
 from whale.errors import PlanMismatchError, UsageError
 from whale.graph.capture import Captured
-from whale.graph.capture_checks import module_of, where
+from whale.graph.origins import module_of, where
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.values import Value, operands, resolve, value_shape
 from whale.ir.cluster import Cluster

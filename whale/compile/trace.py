@@ -16,11 +16,11 @@ from torch import fx, nn
 
 from whale.errors import UsageError
 from whale.graph.capture import Captured, capture, mark_gradients
-from whale.graph.capture_checks import where
 from whale.graph.composites import write_out_composites
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
+from whale.graph.origins import where
 from whale.graph.partition import Dataflow, Partition, dataflow, partition
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.scoping import module_paths, scopes_by_module

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from whale.graph.capture_checks import located, place_of_node
 from whale.graph.nodes import create_node, node_copy
+from whale.graph.origins import located, place_of_node
 
 aten = torch.ops.aten
 

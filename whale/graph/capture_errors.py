@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from whale.errors import CaptureError, UsageError, WhaleError
-from whale.graph.capture_checks import DATA_DEPENDENT, SourceLine, is_model, located, place_of_forward
+from whale.graph.capture_checks import DATA_DEPENDENT
+from whale.graph.origins import SourceLine, is_model, located, place_of_forward
 
 __all__ = ["capture_error"]
 

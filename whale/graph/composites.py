@@ -22,7 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from whale.graph.canonical import canonicalize, emit, functional
-from whale.graph.capture_checks import DATA_DEPENDENT, located, place_of_node
+from whale.graph.capture_checks import DATA_DEPENDENT
+from whale.graph.origins import located, place_of_node
 from whale.graph.values import is_call
 
 __all__ = ["inline_parts", "parts_of", "write_out_composites"]

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import checkpoint
 
-from whale.graph.capture_checks import checkpointing, located, place_of_frame
+from whale.graph.origins import checkpointing, located, place_of_frame
 from whale.graph.row_wise import capturing, is_row_wise, operator_of, whole_positions
 
 __all__ = ["checking_functions"]

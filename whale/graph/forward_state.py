@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
-from whale.graph.capture_checks import SourceLine, is_model, located, place_of_frame, place_of_node
 from whale.graph.code_names import Named, hooks_of, names_in_code
+from whale.graph.origins import SourceLine, is_model, located, place_of_frame, place_of_node
 from whale.graph.reach import REACHED, WATCHES, Reach, Same, untraced
 
 __all__ = ["Listing", "Steadiness", "graph_listing"]

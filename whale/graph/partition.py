@@ -15,7 +15,7 @@ from torch import fx
 
 from whale.errors import AnnotationError
 from whale.graph.capture import Captured
-from whale.graph.capture_checks import where
+from whale.graph.origins import where
 from whale.graph.scoping import NodeScopes, recorded_scopes
 from whale.graph.values import Value, is_call, operands, resolve, value_tensor
 from whale.ir.strategy import ScopePath, StageCut, cut_at_stage

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.annotations import NODE_KEY
 from whale.graph.canonical import emit
-from whale.graph.capture_checks import located, place_of_node, without_logs
 from whale.graph.composites import inline_parts, parts_of
+from whale.graph.origins import located, place_of_node
+from whale.graph.refusing import without_logs
 
 __all__ = ["LOW_PRECISIONS", "Autocast", "autocast_around", "under_autocast", "write_casts"]
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from whale.annotations import NODE_KEY
 from whale.graph.capture import Captured
-from whale.graph.capture_checks import modules_around
+from whale.graph.origins import modules_around
 from whale.ir.strategy import ScopePath, decode_scopes
 
 __all__ = ["NodeScopes", "module_paths", "recorded_scopes", "scopes_by_module"]

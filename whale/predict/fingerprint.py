@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale.compile.compilation import Compilation
-from whale.graph.capture_checks import is_checkpointed, layer_of
+from whale.graph.origins import is_checkpointed, layer_of
 from whale.graph.values import value_name, value_tensor
 from whale.ir.placement import Placement
 from whale.ir.program import Program

@@ -13,7 +13,7 @@ from typing import Any
 
 from whale.compile.compilation import Compilation
 from whale.errors import UsageError
-from whale.graph.capture_checks import module_of
+from whale.graph.origins import module_of
 from whale.ir.profile import ModelProfile
 from whale.ir.strategy import Recompute, RegionRole, divides_batch, shards_operators
 from whale.strategies.layout import unit_shares
