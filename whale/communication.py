@@ -8,26 +8,23 @@ named on all of them, instead of waiting for each other. Gradients are those of 
 from __future__ import annotations
 
 import pickle
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from whale.arguments import check_choice, check_number, check_type, known_arguments
 from whale.errors import UsageError
-from whale.ir.placement import Cut, Segment
 from whale.runtime import collectives
 from whale.runtime.agreement import agree, meet, take_from
 from whale.runtime.ending import end_with_own_code
-from whale.runtime.launch import World, check_device, current, initialize, local_rank_of_launcher
+from whale.runtime.launch import check_device, current, initialize, local_rank_of_launcher
+from whale.runtime.members import REDUCTIONS, Group, Members, cut_of, in_words, members_of
 from whale.runtime.mesh_axes import Axis
 from whale.runtime.module import ParallelModule
 
@@ -49,10 +46,6 @@ __all__ = [
     "rank",
     "size",
 ]
-
-Group = Axis | dist.ProcessGroup | DeviceMesh | None
-"""The ranks that communicate: all (None), those of :func:`mesh_axis`, of a ``torch.distributed`` process group, or of a
-``DeviceMesh`` with one dim."""
 
 
 @known_arguments()
@@ -89,12 +82,12 @@ def rank(group: Group = None) -> int:
     >>> rank(), size()
     (0, 1)
     """
-    return _members(group).index
+    return members_of(group).index
 
 
 def size(group: Group = None) -> int:
     """Number of ranks, of all or of a group."""
-    return len(_members(group).ranks)
+    return len(members_of(group).ranks)
 
 
 def local_rank() -> int:
@@ -132,14 +125,6 @@ def mesh_axis(model: ParallelModule, name: str, *, stage: int | None = None) -> 
 
 _DENSE = torch.contiguous_format
 
-_REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-
 
 @known_arguments()
 def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
@@ -162,20 +147,19 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     >>> all_reduce(torch.ones(2), "mean")
     tensor([1., 1.])
     """
-    check_choice("op", op, tuple(_REDUCTIONS))
+    check_choice("op", op, tuple(REDUCTIONS))
     check_type("x", x, Tensor, "a tensor")
     if op not in ("sum", "mean") and x.requires_grad and torch.is_grad_enabled():
         raise UsageError(f"all_reduce has no gradient for op={op!r}: give x.detach(), or use 'sum' or 'mean'")
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise UsageError(
-            f"all_reduce with op='mean' of {_dtype_name(x.dtype)} would lose the fraction: give x.double()"
-        )
-    members = _members(group)
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise UsageError(f"all_reduce with op='mean' of {dtype} would lose the fraction: give x.double()")
+    members = members_of(group)
 
     def reduced(x: Tensor) -> Tensor:
-        members.agree("all_reduce", x, option=list(_REDUCTIONS).index(op))
+        members.agree("all_reduce", x, option=list(REDUCTIONS).index(op))
         with members.waiting("all_reduce"):
-            found = collectives.all_reduce(x.clone(memory_format=_DENSE), members.group, _REDUCTIONS[op])
+            found = collectives.all_reduce(x.clone(memory_format=_DENSE), members.group, REDUCTIONS[op])
         return found.div_(members.size) if op == "mean" else found
 
     return members.apply(reduced, reduced, x)
@@ -204,9 +188,9 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None) -> Tensor:
     if not -x.dim() <= dim < x.dim():
         hint = "; give x[None]" if not x.dim() else ""
         raise UsageError(f"all_gather along dim {dim} of a tensor with {x.dim()} dims{hint}")
-    members, dim = _members(group), dim % x.dim()
+    members, dim = members_of(group), dim % x.dim()
     rows = members.agree("all_gather", x, free=dim, option=dim)
-    cut = _cut(dim, [row.shape[dim] for row in rows])
+    cut = cut_of(dim, [row.shape[dim] for row in rows])
 
     def gathered(x: Tensor) -> Tensor:
         if not any(prod(row.shape) for row in rows):
@@ -238,7 +222,7 @@ def broadcast(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
         WorkerError: a rank did not come within the timeout; names it.
     """
     check_type("x", x, Tensor, "a tensor")
-    members = _members(group)
+    members = members_of(group)
     members.check_root(root)
 
     def sent(x: Tensor) -> Tensor:
@@ -276,19 +260,19 @@ def all_to_all(pieces: Sequence[Tensor], group: Group = None) -> list[Tensor]:
         UsageError: there is another number of pieces; or dtypes, other sizes or calls of ranks differ, on all of them.
         WorkerError: a rank did not come within the timeout; names it.
     """
-    members = _members(group)
+    members = members_of(group)
     if len(pieces) != members.size:
         raise UsageError(f"all_to_all has {len(pieces)} pieces for {members.size} ranks: give one for each")
     return _to_all(members, "all_to_all", pieces)
 
 
-def _to_all(members: _Members, call: str, pieces: Sequence[Tensor]) -> list[Tensor]:
+def _to_all(members: Members, call: str, pieces: Sequence[Tensor]) -> list[Tensor]:
     for number, piece in enumerate(pieces):
         check_type(f"pieces[{number}]", piece, Tensor, "a tensor")
         if not piece.dim() or (piece.shape[1:], piece.dtype) != (pieces[0].shape[1:], pieces[0].dtype):
             raise UsageError(
-                f"pieces[{number}] is {_shown(piece.dtype, piece.shape)} and pieces[0] "
-                f"{_shown(pieces[0].dtype, pieces[0].shape)}: they may differ in the first of their dims alone"
+                f"pieces[{number}] is {in_words(piece.dtype, piece.shape)} and pieces[0] "
+                f"{in_words(pieces[0].dtype, pieces[0].shape)}: they may differ in the first of their dims alone"
             )
     sent, whole = [len(piece) for piece in pieces], torch.cat(list(pieces))
     rows = members.agree(call, whole, free=0, extra=sent)
@@ -324,7 +308,7 @@ def all_gather_object(value: Any, group: Group = None) -> list[Any]:
     >>> all_gather_object({"rows": 3})
     [{'rows': 3}]
     """
-    members = _members(group)
+    members = members_of(group)
     return [pickle.loads(part) for part in members.gather_bytes("all_gather_object", pickle.dumps(value))]  # noqa: S301  # from a rank of this job
 
 
@@ -336,7 +320,7 @@ def broadcast_object(value: Any = None, root: int = 0, group: Group = None) -> A
         UsageError: ranks made different calls, or *root* is not in the group.
         WorkerError: a rank did not come within the timeout; names it.
     """
-    members = _members(group)
+    members = members_of(group)
     members.check_root(root)
     is_root = members.ranks[members.index] == root
     given = pickle.dumps(value) if is_root else b""
@@ -358,7 +342,7 @@ def all_to_all_object(values: Sequence[Any], group: Group = None) -> list[Any]:
         UsageError: there is another number of objects than of ranks, or ranks made different calls.
         WorkerError: a rank did not come within the timeout; names it.
     """
-    members = _members(group)
+    members = members_of(group)
     if len(values) != members.size:
         raise UsageError(f"all_to_all_object has {len(values)} objects for {members.size} ranks: give one for each")
     found = _to_all(members, "all_to_all_object", [members.bytes_of(pickle.dumps(value)) for value in values])
@@ -405,7 +389,7 @@ def broadcast_parameters(
     for name, value in named.items():
         if type(value) not in (Tensor, nn.Parameter):
             raise UsageError(f"{name} is a {type(value).__name__}; broadcast_parameters takes plain, whole tensors")
-    _members(None).check_root(root)
+    members_of(None).check_root(root)
     _take_from(named, root, "the names, shapes or dtypes of the tensors to broadcast")
 
 
@@ -425,7 +409,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
         WorkerError: a rank did not come within the timeout; names it.
     """
     check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer")
-    _members(None).check_root(root)
+    members_of(None).check_root(root)
     state = optimizer.state_dict()
     leaves = pytree.tree_leaves(state)
     if any(type(leaf) not in (Tensor, nn.Parameter) for leaf in leaves if isinstance(leaf, Tensor)):
@@ -463,203 +447,3 @@ def _take_from(named: Mapping[str, Tensor], root: int, what: str) -> None:
     world = current()
     agree(world, {what: str([(name, tuple(x.shape), x.dtype) for name, x in named.items()])})
     take_from(world, root, named.values())
-
-
-# --- ranks that communicate -------------------------------------------------------------------------------------------
-
-_CALLS = (
-    "all_reduce",
-    "all_gather",
-    "broadcast",
-    "all_to_all",
-    "all_gather_object",
-    "broadcast_object",
-    "all_to_all_object",
-    "the gradient of all_gather",
-    "the gradient of broadcast",
-    "the gradient of all_to_all",
-)
-_DTYPES = tuple(
-    sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=lambda dtype: str(dtype))
-)
-_MOST_DIMS = 12
-
-
-class _Row(NamedTuple):
-    """A rank's part of a call."""
-
-    call: str
-    option: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    extra: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.call} of {_shown(self.dtype, self.shape)}"
-
-    @property
-    def named_option(self) -> str:
-        """The option in the caller's words."""
-        if self.call == "all_reduce":
-            return f"op={list(_REDUCTIONS)[self.option]!r}"
-        return f"{'dim' if 'gather' in self.call else 'root'}={self.option}"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _shown(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{_dtype_name(dtype)} {tuple(shape)}"
-
-
-@dataclass(frozen=True)
-class _Members:
-    """The ranks of a call."""
-
-    world: World
-    ranks: tuple[int, ...]
-    index: int
-    group: Any
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def check_root(self, root: int) -> None:
-        if root not in self.ranks or isinstance(root, bool):
-            raise UsageError(f"root={root!r} is none of the ranks {list(self.ranks)} that communicate")
-
-    def apply(self, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Run a collective on a tensor, on the device on which ranks communicate."""
-        found = _Collective.apply(x.to(self.world.device), run, adjoint)
-        return cast(Tensor, found).to(x.device)
-
-    @contextmanager
-    def waiting(self, call: str) -> Iterator[None]:
-        """Turn the failures of communication into errors that name the rank."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.world.failures.failed(call, error, self.ranks) from error
-
-    def agree(self, call: str, x: Tensor, *, free: int = -1, option: int = 0, extra: Sequence[int] = ()) -> list[_Row]:
-        """The parts of all ranks in a call, which must be alike, except in the size of the dim *free*.
-
-        Args:
-            call: its name.
-            x: what this rank gives.
-            free: dim in which shapes may differ.
-            option: a number that is the same on all ranks.
-            extra: numbers that may differ, as many on all ranks.
-
-        Raises:
-            UsageError: on every rank; names the ranks that differ.
-            WorkerError: a rank did not come within the timeout; names it.
-        """
-        if x.dim() > _MOST_DIMS:
-            raise UsageError(f"{call} of a tensor with {x.dim()} dims; the most is {_MOST_DIMS}: flatten it")
-        own = _Row(call, option, x.dtype, tuple(x.shape), tuple(extra))
-        if self.group is None:
-            return [own]
-        numbers = [_CALLS.index(call), option, _DTYPES.index(x.dtype), x.dim()]
-        numbers += [*x.shape, *(0 for _ in range(_MOST_DIMS - x.dim())), *extra]
-        # As many for all calls, because a rank may make another one.
-        numbers += [0] * (4 + _MOST_DIMS + self.size - len(numbers))
-        given = torch.tensor(numbers, dtype=torch.int64, device=self.world.device)
-        told = given.new_empty(self.size * len(numbers))
-        work = collectives.gather_single(told, given, group=self.group, async_op=True)
-        what = f"{call}, which ranks {list(self.ranks)} must call"
-        self.wait(work, what)
-        rows = []
-        for number, option, dtype, dims, *rest in told.view(self.size, -1).tolist():
-            shape = tuple(rest[:dims])
-            rows.append(_Row(_CALLS[number], option, _DTYPES[dtype], shape, tuple(rest[_MOST_DIMS:])))
-        self._compare(rows, free)
-        return rows
-
-    def wait(self, work: Any, what: str) -> None:
-        """Wait for communication, on a device in its queue."""
-        is_cuda = self.world.device.type == "cuda"
-        self.world.failures.wait(work, what, self.ranks, blocking=not is_cuda)
-        if is_cuda and self.world.supervisor is not None:
-            self.world.supervisor.check()
-            done = torch.cuda.Event()
-            done.record()
-            self.world.supervisor.watch(what, done, self.world.failures.timeout_seconds)
-
-    def _compare(self, rows: Sequence[_Row], free: int) -> None:
-        def fixed(row: _Row) -> tuple[Any, ...]:
-            return tuple(-1 if dim == free else length for dim, length in enumerate(row.shape))
-
-        keys = [(row.call, row.option, row.dtype, fixed(row)) for row in rows]
-        common, _ = Counter(keys).most_common(1)[0]
-        if all(key == common for key in keys):
-            return
-        odd, first = next(i for i, key in enumerate(keys) if key != common), keys.index(common)
-        one, other = rows[odd], rows[first]
-        what = f"gives {one}, but rank {self.ranks[first]} {other}"
-        if str(one) == str(other):
-            what = f"calls {one.call} with {one.named_option}, but rank {self.ranks[first]} with {other.named_option}"
-        may = "" if free < 0 else f"; the sizes of dim {free} may differ"
-        raise UsageError(
-            f"rank {self.ranks[odd]} {what}: ranks {list(self.ranks)} must make the same calls in the same order, with "
-            f"tensors of one dtype and shape{may}"
-        )
-
-    def bytes_of(self, data: bytes) -> Tensor:
-        """Bytes as a tensor on the device on which ranks communicate."""
-        held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        return held.to(self.world.device)
-
-    def gather_bytes(self, call: str, data: bytes) -> list[bytes]:
-        """The bytes of all ranks."""
-        own = self.bytes_of(data)
-        lengths = tuple(row.shape[0] for row in self.agree(call, own, free=0))
-        with self.waiting(call):
-            whole = collectives.all_gather(own, _cut(0, lengths), self.index, self.group)
-        return [part.numpy().tobytes() for part in whole.cpu().split(lengths)]
-
-
-def _cut(dim: int, lengths: Sequence[int]) -> Cut:
-    """The parts of ranks along a dim."""
-    return Cut(dim, (Segment(1, sum(lengths), 1),), tuple(lengths))
-
-
-class _Collective(torch.autograd.Function):
-    """A linear collective and its adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.adjoint = adjoint
-        return run(x.detach())
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.adjoint(gradient), None, None
-
-
-def _members(group: Group) -> _Members:
-    """The ranks of a group.
-
-    Raises:
-        UsageError: it is no group, or one without this rank; or this process has not joined the others.
-    """
-    world = current()
-    if group is None:
-        everyone = dist.group.WORLD if world.size > 1 else None
-        return _Members(world, tuple(range(world.size)), world.rank, everyone)
-    if isinstance(group, Axis):
-        return _Members(world, group.ranks, group.index, group.group)
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise UsageError(f"group is a DeviceMesh with {group.ndim} dims: give one of them, as in mesh['tp']")
-        group = group.get_group()
-    given: Any = group
-    if not isinstance(given, dist.ProcessGroup):
-        if given is dist.GroupMember.NON_GROUP_MEMBER:
-            raise UsageError(f"rank {world.rank} is not in the group: call collectives on its ranks alone")
-        check_type("group", given, dist.ProcessGroup, "a mesh axis, a process group, or a DeviceMesh with one dim")
-    ranks = tuple(dist.get_process_group_ranks(given))
-    return _Members(world, ranks, dist.get_rank(given), given if len(ranks) > 1 else None)

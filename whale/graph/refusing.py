@@ -31,7 +31,7 @@ NO_TRANSFORMS = (
     "torch.vmap and other transforms of torch.func inside forward are not captured: write what they do with batched "
     "operators, as torch.einsum, matmul and broadcasting"
 )
-"""What is said of transforms, in a capture or of its graph."""
+"""The refusal of transforms, in a capture or of its graph."""
 
 _READS = {"__repr__": "printed", "__str__": "printed", "__format__": "printed"}
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export", "torch._export")
