@@ -80,7 +80,9 @@ SMALL: dict[str, dict[str, object]] = {
 
 
 def build_guard(folder: Path) -> Path | None:
-    """The library, or None if there is no C++ compiler."""
+    """The library, or None if there is no C++ compiler, or torch is built for CUDA and has such hooks."""
+    if torch.version.cuda is not None:
+        return None
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None

@@ -86,7 +86,7 @@ def _random_operators() -> Iterator[Any]:
         for overload in getattr(packet, "overloads", list)():
             target = getattr(packet, overload)
             random = torch.Tag.nondeterministic_seeded in target.tags or target in _UNTAGGED
-            if random and not target._schema.is_mutable and "generator" not in overload:
+            if random and not target._schema.is_mutable and not {"generator", "names"} & {*overload.split("_")}:
                 yield target
 
 

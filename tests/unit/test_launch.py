@@ -277,10 +277,10 @@ def test_ranks_that_share_a_gpu_have_a_backend_that_can(monkeypatch: pytest.Monk
     assert launch._backend(gpu) == "nccl"
     monkeypatch.setenv(launch.SHARE_GPU, "1")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(launch, "_nccl_version", lambda: (2, 29, 7))
     assert launch._backend(gpu) == "cpu:gloo,cuda:gloo"
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "0"
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 31, 0))
+    monkeypatch.setattr(launch, "_nccl_version", lambda: (2, 31, 0))
     assert launch._backend(gpu) == "nccl"
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     launched(monkeypatch, 3, 4, 1)

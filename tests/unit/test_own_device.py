@@ -25,7 +25,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model, waits of training steps of a rank on ``cuda:1``, and those of one model in other plans."""
     guard = build_guard(tmp_path_factory.mktemp("guard"))
     if guard is None:
-        pytest.skip("fake CUDA devices need a C++ compiler")
+        pytest.skip("fake CUDA devices need a C++ compiler, and a torch that is not built for CUDA")
     process = subprocess.run(
         [sys.executable, "-m", "tests.fake_steps", *SMALL],
         cwd=ROOT,

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from whale.errors import CaptureError, UsageError
 from whale.graph.origins import located, place_of_forward, place_of_node
-from whale.graph.refusing import NO_TRANSFORMS
+from whale.graph.refusing import NO_TRANSFORMS, OWN_GENERATOR
 
 __all__ = [
     "DATA_DEPENDENT",
@@ -166,11 +166,7 @@ def check_static(graph: fx.Graph, name: str) -> None:
         if getattr(node.target, "__name__", "") in _TRANSFORMS:
             raise located(NO_TRANSFORMS, place_of_node(node))
         if node.kwargs.get("generator") is not None or isinstance(node.meta.get("val"), torch.Generator):
-            raise located(
-                "a random operator draws from a generator of its own, whose position a captured graph does not have; "
-                "leave generator= out (the step seeds its random operators), or give the step what is drawn",
-                place_of_node(node),
-            )
+            raise located(OWN_GENERATOR, place_of_node(node))
         if node.target is aten.instance_norm.default and node.args[3] is not None and node.args[5]:
             raise located(
                 "instance_norm in training mode updates running statistics, which its operator does not say: make the "
@@ -180,8 +176,15 @@ def check_static(graph: fx.Graph, name: str) -> None:
 
 
 def check_dtypes(graph: fx.Graph, name: str) -> None:
-    """Refuse products of tensors of several dtypes."""
+    """Refuse products of tensors of several dtypes, and rows of a table that are no whole numbers."""
     for node in graph.nodes:
+        if node.target is aten.embedding.default:
+            given = node.args[1].meta["val"].dtype
+            if given not in (torch.int32, torch.int64):
+                raise located(
+                    f"{name} cannot be captured: rows of an embedding table are of int64 or int32, but got {given}",
+                    place_of_node(node),
+                )
         if node.target in _ONE_DTYPE:
             dtypes = {str(source.meta["val"].dtype).removeprefix("torch.") for source in node.all_input_nodes}
             if len(dtypes) > 1:

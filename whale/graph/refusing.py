@@ -23,7 +23,7 @@ from torch.utils import checkpoint
 from whale.graph.origins import checkpointing, is_model, located, place_of_frame
 from whale.graph.stand_ins import STAND_INS, standing_in
 
-__all__ = ["NO_TRANSFORMS", "refusing", "without_logs"]
+__all__ = ["NO_TRANSFORMS", "OWN_GENERATOR", "refusing", "without_logs"]
 
 aten = torch.ops.aten
 
@@ -32,6 +32,12 @@ NO_TRANSFORMS = (
     "operators, as torch.einsum, matmul and broadcasting"
 )
 """The refusal of transforms, in a capture or of its graph."""
+
+OWN_GENERATOR = (
+    "a random operator draws from a generator of its own, whose position a captured graph does not have; leave "
+    "generator= out (the step seeds its random operators), or give the step what is drawn"
+)
+"""The refusal of a generator, where torch traces it or, before 2.13, does not."""
 
 _READS = {"__repr__": "printed", "__str__": "printed", "__format__": "printed"}
 _LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export", "torch._export")
@@ -132,6 +138,8 @@ class _Refuse(TorchFunctionMode):
             transform.key() in (kinds.Grad, kinds.Jvp) or (transform.key() != kinds.Vmap and _called_by_model())
         ):
             raise located(NO_TRANSFORMS, place_of_frame(sys._getframe(1)))
+        if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+            raise located(OWN_GENERATOR, place_of_frame(sys._getframe(1)))
         if func in (torch.Tensor.backward, torch.autograd.grad, torch.autograd.backward) and _called_by_model():
             raise located(_NO_GRADIENTS, place_of_frame(sys._getframe(1)))
         if _writes(name) and args and _is_unrecorded(args[0]):

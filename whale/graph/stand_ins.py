@@ -195,12 +195,16 @@ def _reading(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 def _selected(x: Tensor, index: Any) -> Any:
     """``x[index]``; a mask that the capture knows, as ``~torch.eye(n).bool()`` of contrastive losses, selects by
-    number."""
+    number, and so does a place, as ``torch.arange(n)[1]``, for which torch before 2.13 reads a value."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not any(map(_is_mask, parts)):
+    if not any(_is_mask(part) or _is_place(part) for part in parts):
         return x[index]
     found: list[Any] = []
     for part in parts:
+        if _is_place(part):
+            known = known_value(part)
+            found.append(part if known is None else int(known))
+            continue
         if _is_mask(part):
             places = _known_places(part)
             if places is None:
@@ -215,6 +219,14 @@ def _is_mask(part: Any) -> bool:
     if isinstance(part, list):
         return bool(part) and all(isinstance(one, bool) for one in part)
     return isinstance(part, Tensor | np.ndarray) and part.dtype in (torch.bool, np.bool_) and part.ndim > 0
+
+
+def _is_place(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.ndim == 0 and part.dtype in _WHOLE
+
+
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of whole numbers; one of 8 bits without dims is a place, not a mask."""
 
 
 def _known_places(mask: Any) -> Tensor | None:
