@@ -86,13 +86,17 @@ def pictures(model: nn.Module, size: int, rows: int = ROWS, channels: int = 3) -
 def of_timm(name: str) -> Example:
     import timm
 
-    try:
-        model, size = timm.create_model(name, num_classes=CLASSES, img_size=64), 64
-        model(torch.randn(2, 3, 64, 64))
-    except (AssertionError, IndexError, RuntimeError, TypeError):  # it has one size
-        model = timm.create_model(name, num_classes=CLASSES)
-        size = model.pretrained_cfg["input_size"][-1]
-        size = size if model.pretrained_cfg.get("fixed_input_size") or hasattr(model, "patch_embed") else min(size, 96)
+    own = timm.create_model(name, num_classes=CLASSES)
+    whole = own.pretrained_cfg["input_size"][-1]
+    of_one_size = own.pretrained_cfg.get("fixed_input_size") or hasattr(own, "patch_embed")
+    model, size = own, whole
+    for size in (64, whole if of_one_size else min(whole, 96), whole):
+        try:
+            model = timm.create_model(name, num_classes=CLASSES, img_size=64) if size == 64 else own
+            model(torch.randn(2, 3, size, size))
+        except (AssertionError, IndexError, RuntimeError, TypeError):  # it has other sizes
+            continue
+        break
     return pictures(model, size, ROWS if size < 128 else 2)
 
 

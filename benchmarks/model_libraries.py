@@ -63,7 +63,7 @@ def step(worlds: Worlds, library: str, name: str) -> dict[str, tuple[float, str]
     for kind, layout in LAYOUTS.items():
         setup = Setup(training=True, layout=layout)
         try:
-            ranks = worlds.run(2, attempt, build, setup, local, timeout=600.0)
+            ranks = worlds.run(2, attempt, build, setup, local, timeout=1800.0)
         except AssertionError as failed:
             ranks = [(float("inf"), str(failed).strip().splitlines()[-1])]
         found[kind] = max(ranks)
