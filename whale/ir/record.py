@@ -26,7 +26,9 @@ RecordT = TypeVar("RecordT", bound=BaseModel)
 class Record(BaseModel):
     """Frozen data: unknown fields, other types and numbers that are not finite are refused."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )  # pydantic before 2.10 protects all names that begin with "model_"
 
 
 class FileRecord(Record):
