@@ -52,6 +52,18 @@ class _Arguments(NamedTuple):
     waits: bool
 
 
+class _Version(NamedTuple):
+    """A tensor, and how often it had been written to."""
+
+    tensor: Tensor
+    number: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was written to since."""
+        return self.tensor._version != self.number
+
+
 def _packed(x: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
     return _Packed(pack(x), unpack) if isinstance(x, Tensor) else x
 
@@ -137,6 +149,7 @@ class LocalStage:
         self.parameters = tuple(parameters)
         self._tensors = tensors
         self._constants: dict[int, tuple[Tensor, ...]] = {}
+        self._made_of: dict[int, list[_Version]] = {}
         self._steps: dict[int, tuple[Tensor, ...]] = {}
         self._casts: dict[tuple[str, torch.dtype], Tensor] = {}
         self._known: dict[int, _Arguments] = {}
@@ -158,6 +171,8 @@ class LocalStage:
         *sums* over rows: drop state of the last one."""
         self._batch, self._sums = batch, sums
         self._steps.clear()
+        if any(made.is_over for buffers in self._made_of.values() for made in buffers):
+            self._renew_constants()
         for name, dtype in self._cast_names:
             parameter = self._tensors["parameter", name].detach()
             held = self._casts.get((name, dtype))
@@ -385,10 +400,26 @@ class LocalStage:
     def _constant(self, program: LocalProgram) -> tuple[Tensor, ...]:
         key = id(program.constant.code)
         if key not in self._constants:
-            with torch.no_grad():
-                graph = program.constant
-                self._constants[key] = graph.code.once(*self._arguments(program, (), graph=graph))
+            self._constants[key] = self._make_constants(program)
         return self._constants[key]
+
+    def _make_constants(self, program: LocalProgram) -> tuple[Tensor, ...]:
+        graph = program.constant
+        buffers = [self._tensors[source] for source in graph.sources if source[0] == "buffer"]
+        self._made_of[id(graph.code)] = [_Version(x, x._version) for x in buffers if not x.is_inference()]
+        with torch.no_grad():
+            return graph.code.once(*self._arguments(program, (), graph=graph))
+
+    def _renew_constants(self) -> None:
+        """Compute constants of buffers that were written to, as by a script, by what it loads, or by a step of another
+        mode. They stay where they are in memory: recorded CUDA graphs read them there."""
+        for program in {id(program.constant.code): program for program in self.programs}.values():
+            key = id(program.constant.code)
+            if any(made.is_over for made in self._made_of.get(key, ())):
+                for old, new in zip(self._constants[key], self._make_constants(program), strict=True):
+                    there, here = old.untyped_storage(), new.untyped_storage()
+                    if there.data_ptr() != here.data_ptr():  # else a view of the buffer
+                        there.copy_(here)
 
     def _step(self, program: LocalProgram) -> tuple[Tensor, ...]:
         key = id(program.step.code)
