@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import queue
+import sys
 import threading
+from array import array
 from collections import ChainMap, UserList, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakMethod, proxy, ref
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,6 +70,40 @@ class AlsoSlotted(Slotted):
         self.inner = 1.0
 
 
+class Defaults:
+    """An object whose attributes are those of its class until it gets others."""
+
+    gain = 1.0
+
+    def of_default(self) -> float:
+        return float(getattr(self, "later", 1.0))
+
+
+DEFAULTS = Defaults()
+rate = 0.0
+
+
+def rate_of_settings() -> float:
+    return rate
+
+
+SETTINGS = ModuleType("settings")
+vars(SETTINGS).update(rate=1.0, of=FunctionType(rate_of_settings.__code__, vars(SETTINGS)))
+sys.modules["settings"] = SETTINGS
+
+
+def imported() -> float:
+    import settings  # type: ignore[import-not-found]
+
+    return float(settings.rate)
+
+
+def imported_name() -> float:
+    from settings import rate
+
+    return float(rate)
+
+
 class Forwards:
     def __init__(self) -> None:
         self._values = {"rate": 1.0}
@@ -112,6 +150,11 @@ class Holder(nn.Module):
         self.recent, self.list, self.chain = deque([1.0], maxlen=2), UserList([1.0]), ChainMap({"a": 1.0})
         self.slots = AlsoSlotted()
         self.partial, self.forwards = functools.partial(scaled, by=[1.0]), Forwards()
+        self.defaults, self.several, self.settings = Defaults(), [Defaults()], SETTINGS
+        self.method, self.weak, self.weak_method = self.first.deep, ref(self.first), WeakMethod(self.first.deep)
+        self.proxy, self.bytes, self.array = proxy(self.first), bytearray(b"\x01"), array("d", [1.0])
+        self.long, self.deepest = [1.0] * 5000, [[[[[[[[1.0]]]]]]]]
+        self.values = numpy.ones(20_000)
 
 
 class Case(NamedTuple):
@@ -124,6 +167,10 @@ class Case(NamedTuple):
 
 def write(table: Any, key: Any, value: Any) -> None:
     table[key] = value
+
+
+def deepest(x: Any) -> Any:
+    return deepest(x[0]) if isinstance(x[0], list) else x
 
 
 CASES = {
@@ -152,6 +199,37 @@ CASES = {
     "a deque": Case(lambda s: s.recent[-1], lambda m, x: m.recent.append(x)),
     "a list of a class": Case(lambda s: s.list[0], lambda m, x: write(m.list, 0, x)),
     "a chain of dicts": Case(lambda s: s.chain["a"], lambda m, x: write(m.chain, "a", x)),
+    "a default of a class": Case(lambda s: s.defaults.gain, lambda m, x: setattr(m.defaults, "gain", x)),
+    "one of an object in a list": Case(lambda s: s.several[0].gain, lambda m, x: setattr(m.several[0], "gain", x)),
+    "a default of getattr": Case(lambda s: s.defaults.of_default(), lambda m, x: setattr(m.defaults, "later", x)),
+    "whether there is one": Case(
+        lambda s: s.defaults.later if hasattr(s.defaults, "later") else 1.0,
+        lambda m, x: setattr(m.defaults, "later", x),
+    ),
+    "a default of a global object": Case(
+        lambda s: DEFAULTS.gain, lambda m, x: setattr(DEFAULTS, "gain", x), lambda: vars(DEFAULTS).clear()
+    ),
+    "a module": Case(
+        lambda s: s.settings.rate, lambda m, x: setattr(SETTINGS, "rate", x), lambda: setattr(SETTINGS, "rate", 1.0)
+    ),
+    "a function of a module": Case(
+        lambda s: s.settings.of(), lambda m, x: setattr(SETTINGS, "rate", x), lambda: setattr(SETTINGS, "rate", 1.0)
+    ),
+    "a module that is imported": Case(
+        lambda s: imported(), lambda m, x: setattr(SETTINGS, "rate", x), lambda: setattr(SETTINGS, "rate", 1.0)
+    ),
+    "a name that is imported": Case(
+        lambda s: imported_name(), lambda m, x: setattr(SETTINGS, "rate", x), lambda: setattr(SETTINGS, "rate", 1.0)
+    ),
+    "a method": Case(lambda s: s.method(), lambda m, x: setattr(m.first.inner[0]["last"], "factor", x)),
+    "a weak reference": Case(lambda s: s.weak().gain, lambda m, x: setattr(m.first, "gain", x)),
+    "a weak method": Case(lambda s: s.weak_method()(), lambda m, x: setattr(m.first.inner[0]["last"], "factor", x)),
+    "a proxy": Case(lambda s: s.proxy.gain, lambda m, x: setattr(m.first, "gain", x)),
+    "bytes": Case(lambda s: s.bytes[0], lambda m, x: write(m.bytes, 0, int(x))),
+    "an array": Case(lambda s: s.array[0], lambda m, x: write(m.array, 0, x)),
+    "a long list": Case(lambda s: s.long[-1], lambda m, x: write(m.long, -1, x)),
+    "deeper": Case(lambda s: s.deepest[0][0][0][0][0][0][0][0], lambda m, x: write(deepest(m.deepest), 0, x)),
+    "an array of numpy": Case(lambda s: s.values.max(), lambda m, x: write(m.values, -1, x)),
     "a partial": Case(lambda s: s.partial(1.0), lambda m, x: write(m.partial.keywords["by"], 0, x)),
     "__getattr__": Case(lambda s: s.forwards.rate, lambda m, x: write(m.forwards._values, "rate", x)),
     "a function": Case(
@@ -248,3 +326,45 @@ def test_what_cannot_be_copied_is_shared(tmp_path: Path) -> None:
     model.mixed[0] = 3.0
     assert model.train_step(X).item() == pytest.approx(2 * local(X).item())
     held["file"].close()
+
+
+class Smooth(nn.Module):
+    weight = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.others, self.scales = nn.CrossEntropyLoss(), [Gain()], nn.ModuleList([Weighted()])
+
+    def forward(self, output: Tensor, batch: Any) -> Any:
+        loss = self.inner(output, torch.arange(4) % 3) * self.weight
+        return self.scales[0](self.others[0](loss))
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        return x * self.by
+
+
+OF_LOSSES: dict[str, Callable[[Smooth], object]] = {
+    "a default of its class": lambda loss: setattr(loss, "weight", 2.0),
+    "a layer of torch": lambda loss: setattr(loss.inner, "label_smoothing", 0.3),
+    "a layer in a list": lambda loss: setattr(loss.scales[0], "by", 2.0),
+    "an object": lambda loss: setattr(loss.others[0], "gain", 2.0),
+}
+
+
+@pytest.mark.parametrize("what", OF_LOSSES)
+@pytest.mark.parametrize("given", ["a module", "its forward", "a function"])
+def test_a_loss_with_modules_is_as_it_is_now(given: str, what: str) -> None:
+    loss, model = Smooth(), nn.Linear(3, 3, dtype=torch.float64)
+    functions: dict[str, Any] = {
+        "a module": loss, "its forward": loss.forward, "a function": lambda output, batch: loss(output, batch)
+    }  # fmt: skip
+    made: Any = whale.parallelize(model, X, loss_fn=functions[given], device="cpu")
+    for _ in range(2):
+        assert made.train_step(X).item() == pytest.approx(loss(model(X), X).item(), rel=1e-12)
+        OF_LOSSES[what](loss)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from types import CodeType
 
-__all__ = ["globals_of", "names_of", "pieces_of", "stored_by", "words_of"]
+__all__ = ["globals_of", "imported_by", "names_of", "pieces_of", "stored_by", "words_of"]
 
 _FORMAT = re.compile(r"%[-+ #0-9.]*[a-z]|\{[^}]*\}")
 """A value's place in a text."""
@@ -36,6 +36,14 @@ def globals_of(code: CodeType) -> frozenset[str]:
     inner = [x for x in code.co_consts if isinstance(x, CodeType)]
     own = (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     return frozenset(own).union(*(globals_of(x) for x in inner))
+
+
+@functools.cache
+def imported_by(code: CodeType) -> frozenset[str]:
+    """Names of modules that a code imports when it runs."""
+    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+    own = (x.argval for x in dis.get_instructions(code) if x.opname == "IMPORT_NAME")
+    return frozenset(own).union(*(imported_by(x) for x in inner))
 
 
 @functools.cache

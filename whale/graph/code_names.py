@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor, nn
 
-from whale.graph.bytecode import globals_of, names_of, pieces_of, stored_by, words_of
+from whale.graph.bytecode import globals_of, imported_by, names_of, pieces_of, stored_by, words_of
 from whale.graph.copies import Bound
 from whale.graph.reach import PLAIN, REACHED, STATELESS, STATELESS_CLASSES, package_of
 from whale.ir.objects import slots_of
@@ -77,7 +78,7 @@ _WRITTEN = "<string>"
 _BY_ANY_NAME = {"__dict__", "__getattribute__", "attrgetter", "vars"}
 """Names of what reads attributes whose names may be computed."""
 
-_DEPTH, _LONG = 6, 1000
+_DEPTH, _LONG = 16, 10_000
 """Depth from which on what an object holds is not looked for, and number of elements from which on in a container."""
 
 
@@ -95,6 +96,7 @@ class _Search:
         self._texts, self._computes_names = set[str](), False
         self._by_name: dict[str, list[Any]] = {}
         self._held: dict[int, Any] = {}
+        self._modules: dict[int, ModuleType] = {}
         self._kinds = set[type]()
         self._seen: dict[int, Any] = {}
         self._waiting: list[Any] = []
@@ -108,6 +110,10 @@ class _Search:
             self._waiting += [module.__dict__.get("forward"), *hooks_of(module)]
         while self._waiting:
             self._follow(self._waiting.pop())
+        for python_module in self._modules.values():
+            own = vars(python_module)
+            table = self.tables.setdefault(id(own), (own, set()))
+            table[1].update(name for name in self.names & {*own} if not _is_code(own[name], True))
         # A name that is not in the code is a text that an object holds.
         held = (name for text in self._texts for name in text.split(".")) if self._computes_names else ()
         return Named(
@@ -124,6 +130,10 @@ class _Search:
         """Note an object, and those that it holds: their methods are found by name."""
         if isinstance(x, str):
             self._texts.add(x)
+        if isinstance(x, ref):
+            x = x()
+        if isinstance(x, ModuleType):
+            self._hold_module(x)
         if isinstance(x, (*PLAIN, Tensor, FunctionType, MethodType, ModuleType)) or id(x) in self._held:
             return
         if depth > _DEPTH or len(self._held) > REACHED:
@@ -146,6 +156,18 @@ class _Search:
             if not module or name not in _OF_MODULES:
                 self._find(name, _functions(inner))
                 self._hold(inner, depth + 1)
+        children: Mapping[str, Any] = x._modules if module else {}
+        for child in children.values():  # of a loss, which are no layers of the model
+            self._hold(child, depth)
+
+    def _hold_module(self, x: ModuleType) -> None:
+        """Note a module of a script, which code has from an object or imports when it runs."""
+        if id(x) in self._modules or not _is_source(x.__name__.partition(".")[0]):
+            return
+        self._modules[id(x)] = x
+        for name, inner in list(vars(x).items()):
+            if not _is_special(name):
+                self._find(name, [inner])
 
     def _hold_class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -171,6 +193,8 @@ class _Search:
     def _follow(self, x: Any) -> None:
         if isinstance(x, str):
             self._texts.add(x)
+        if isinstance(x, ModuleType):
+            self._hold_module(x)
         if id(x) in self._seen or isinstance(x, (*PLAIN, Tensor, ModuleType)):
             return
         self._seen[id(x)] = x
@@ -202,6 +226,9 @@ class _Search:
         if inside & {"environ", "getenv"}:
             self.tables[id(os.environ)] = vars(os.environ), {"_data"}
         own = _is_own(x)
+        for name in imported_by(x.__code__):
+            if (module := sys.modules.get(name)) is not None:
+                self._hold_module(module)
         if "getattr" in inside:
             pieces = pieces_of(x.__code__)
             self.pieces |= pieces - {""}
@@ -276,6 +303,8 @@ def _is_special(name: str) -> bool:
 def _is_code(x: Any, replaceable: bool) -> bool:
     """Whether a global is a function or a class, except those that a script may replace, or computes without a state of
     its own."""
+    if isinstance(x, ref):
+        return False
     if isinstance(x, FunctionType | type):
         return not replaceable or package_of(x) in _STATELESS_OR_BUILT
     return callable(x) and package_of(type(x)) in _STATELESS_OR_BUILT

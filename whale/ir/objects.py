@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
+from types import MethodType
 from typing import Any, TypeVar
-from weakref import ref
+from weakref import CallableProxyType, ProxyType, WeakMethod, proxy, ref
 
 __all__ = ["deep_copy", "slots_of"]
 
@@ -34,10 +35,24 @@ def deep_copy(x: T, memo: dict[int, Any], parts: Callable[[], Iterable[Any]] = t
     made = _copied(x, memo, known, given)
     for part in known:
         for name, one in vars(part).items():
-            target = memo.get(id(one())) if type(one) is ref else None
-            if target is not None and id(part) in memo:
-                vars(memo[id(part)])[name] = ref(target)
+            weak = _weak_copy(one, memo)
+            if weak is not None and id(part) in memo:
+                vars(memo[id(part)])[name] = weak
     return made
+
+
+def _weak_copy(x: Any, memo: Mapping[int, Any]) -> Any:
+    """A weak reference to the copy of what one refers to; None of others."""
+    if type(x) is ref:
+        target = memo.get(id(x()))
+        return None if target is None else ref(target)
+    if type(x) is WeakMethod and (method := x()) is not None:
+        target = memo.get(id(method.__self__))
+        return None if target is None else WeakMethod(MethodType(method.__func__, target))
+    if type(x) in (ProxyType, CallableProxyType):
+        target = memo.get(id(x.__repr__.__self__))  # a method that the proxy has of what it refers to
+        return None if target is None else proxy(target)
+    return None
 
 
 def _copied(x: T, memo: dict[int, Any], known: Sequence[Any], given: Mapping[int, Any]) -> T:

@@ -6,6 +6,7 @@ parameter, the next step is compiled with it. Knows objects and tables of them; 
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -15,7 +16,7 @@ from itertools import chain
 from operator import is_, itemgetter
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +26,16 @@ from whale.ir.objects import deep_copy, slots_of
 __all__ = ["Attributes", "Changes", "Sources"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_ATOMS = (*_PLAIN, type, FunctionType, MethodType, ModuleType)
+_ATOMS = (*_PLAIN, type, FunctionType, ModuleType)
+_BYTES = (bytearray, memoryview, array)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
 _STANDARD = frozenset(nn.Module().__dict__)
 _TRAINS = ".requires_grad"
 
-_LARGE_ARRAY = 1 << 16
+_LARGE_ARRAY = 1 << 20
 """Bytes of an array of numpy from which on its values are not compared."""
 
-_LARGE, _DEEP = 1000, 6
+_LARGE, _DEEP = 10_000, 16
 """Number of elements from which on a container, and depth from which on an object, is not looked into."""
 
 
@@ -99,6 +101,10 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.x is other.x and self.version == other.version
+
+
+class _Again:
+    """The kind of the key of an object that is in a value several times."""
 
 
 def _shown(token: Any) -> str:
@@ -182,9 +188,10 @@ class Attributes:
                 yield f"class {kind.__module__}.{kind.__qualname__}", vars(kind), sorted(filter(self._is_named, held))
         for table, names in self.sources.globals:
             yield f"module {table.get('__name__')}", table, sorted(name for name in names if name in table)
-        for x in self.sources.objects:
-            if id(x) not in self._own and hasattr(x, "__dict__"):
-                yield f"a {type(x).__name__}", x.__dict__, self._named(x)
+        for given in self.sources.objects:
+            for x in given.modules() if isinstance(given, nn.Module) else (given,):  # a loss has modules too
+                if id(x) not in self._own and hasattr(x, "__dict__"):
+                    yield f"a {type(x).__name__}", x.__dict__, self._named(x)
 
     def _named(self, x: Any) -> list[str]:
         """The names of an object's attributes that matter: of a module of torch all."""
@@ -214,23 +221,28 @@ class Attributes:
 
         for owner, table, names in self._roots():
             own = numbered(owner)
-            found |= {(own, name): self._token(table[name], 0) for name in names}
+            found |= {(own, name): self._token(table[name], {}) for name in names}
         for name, cell in self.sources.cells:
             with suppress(ValueError):  # it is empty
-                found["an enclosing function", numbered(name)] = self._token(cell.cell_contents, 0)
+                found["an enclosing function", numbered(name)] = self._token(cell.cell_contents, {})
         for path, module in self._modules.items():
             found |= {(path, n + _TRAINS): (bool, p.requires_grad) for n, p in _own_parameters(module)}
         return found
 
-    def _token(self, x: Any, depth: int) -> Hashable:
+    def _token(self, x: Any, seen: dict[int, int], depth: int = 0) -> Hashable:
+        """A key of a value: equal where all is that code may read of it. *seen* numbers what is in it already."""
         if isinstance(x, _PLAIN):
             return type(x), x
         if isinstance(x, Tensor):
             return None if id(x) in self._states else _Same(x, x._version)
+        if id(x) in seen:
+            return _Again, seen[id(x)]
         parts = self._parts(x) if depth < _DEEP else None
         if parts is None:
             return _Same(x)
-        return type(x), tuple(self._token(part, depth + 1) for part in chain.from_iterable(read() for read in parts))
+        seen[id(x)] = len(seen)
+        values = tuple(self._token(part, seen, depth + 1) for part in chain.from_iterable(read() for read in parts))
+        return type(x), tuple(self._named(x)) if self._has_names(x) else (), values
 
     def _parts(self, x: Any) -> list[Callable[[], Iterable[Any]]] | None:
         """Readers of the values in an object, if it is looked into."""
@@ -244,6 +256,14 @@ class Attributes:
             return [x.keys, x.values] if isinstance(x, (dict, MappingProxyType)) else [partial(iter, x)]
         if isinstance(x, partial):
             return [lambda: (x.func, x.args, x.keywords)]
+        if isinstance(x, MethodType):
+            return [lambda: (x.__func__, x.__self__)]
+        if isinstance(x, WeakMethod):
+            return [lambda: (getattr(x(), "__func__", None), getattr(x(), "__self__", None))]
+        if isinstance(x, ref):
+            return [lambda: (x(),)]
+        if isinstance(x, _BYTES):
+            return [_Last(partial(bytes, x))] if memoryview(x).nbytes < _LARGE_ARRAY else None
         if type(x).__module__.partition(".")[0] == "numpy":
             return [_Last(x.tobytes)] if getattr(x, "nbytes", _LARGE_ARRAY) < _LARGE_ARRAY else None
         inside = isinstance(x, nn.Module)
@@ -251,10 +271,17 @@ class Attributes:
         slots = [name for name in slots_of(type(x)) if self._is_named(name)]
         if slots:
             found.append(lambda: [getattr(x, name, None) for name in slots])
-        if hasattr(x, "__dict__") and (type(x).__module__.partition(".")[0] != "torch" or inside):
+        if self._has_names(x):
             names = self._named(x)
             found += [partial(_several(names), x.__dict__)] if names else []
         return found or None
+
+    @staticmethod
+    def _has_names(x: Any) -> bool:
+        """Whether an object has attributes that are looked at."""
+        if isinstance(x, (*_ATOMS, *_CONTAINERS, Tensor, MethodType, partial, ref)) or not hasattr(x, "__dict__"):
+            return False
+        return type(x).__module__.partition(".")[0] != "torch" or isinstance(x, nn.Module)
 
     def _look(self) -> None:
         """Note which objects there are, to notice cheaply that they are no more."""
@@ -283,6 +310,8 @@ class Attributes:
         seen[id(x)] = x
         if isinstance(x, Tensor) and id(x) not in self._states:
             self._reads.append(_Last(partial(getattr, x, "_version")))
+        if self._has_names(x) and id(x) not in self._own:
+            self._tables.append(x.__dict__)  # a name that it gets may be that of a default of its class
         for read in self._parts(x) or ():
             self._reads.append(read)
             for part in read():
