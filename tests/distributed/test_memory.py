@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import whale
 from benchmarks.live_bytes import LiveBytes, hosted_left_out, living, peak_of
@@ -257,6 +258,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], Optimizer]] = {
 }
 
 
+MORE = 1.0 if torch.__version__ >= TorchVersion("2.13") else 1.003
+"""Before 2.13 torch keeps up to some KiB more than it needs at the peak."""
+
+
 @pytest.mark.parametrize(("layout", "options", "optimizer"), CASES.values(), ids=CASES.keys())
 def test_predicted_bytes_are_the_counted_ones(
     worlds: Worlds, layout: Any, options: dict[str, Any], optimizer: Optimizer
@@ -282,4 +287,4 @@ def test_predicted_bytes_are_the_counted_ones(
     found = worlds.run(2, counted, layout, options, optimizer)
     for rank, peak in enumerate(found):
         predicted = peak_memory(compilation, rank, schedule=schedule, optimizer=optimizer).total
-        assert peak <= predicted <= 1.02 * peak
+        assert peak <= predicted * MORE <= 1.02 * MORE * peak

@@ -226,7 +226,7 @@ class _Search:
         if inside & {"environ", "getenv"}:
             self.tables[id(os.environ)] = vars(os.environ), {"_data"}
         own = _is_own(x)
-        for name in imported_by(x.__code__):
+        for name in imported_by(x.__code__) if own else ():
             if (module := sys.modules.get(name)) is not None:
                 self._hold_module(module)
         if "getattr" in inside:
