@@ -167,6 +167,33 @@ def test_parameters_with_other_memory_are_recorded_again(recorder: Callable[[], 
     assert recorder().num_recorded == 2 * 4  # in the third step, and in the fifth
 
 
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("angles", torch.arange(1.0, 7.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.get_buffer("angles").cos()).square().mean()
+
+
+def test_constants_of_buffers_are_renewed_where_recordings_read_them(recorder: Callable[[], CpuRecorder]) -> None:
+    def change(model: Any) -> None:
+        with torch.no_grad():
+            model.get_buffer("angles").mul_(0.9)
+
+    def rotated() -> tuple[nn.Module, dict[str, Tensor]]:
+        return Rotated(), {"x": torch.linspace(-1, 1, 24).view(4, 6)}
+
+    losses, state = trained(rotated, {}, cuda_graphs=True, between=change)
+    again, found = trained(rotated, {}, between=change)
+    assert recorder().num_replayed > 0
+    assert all(map(torch.equal, losses, again))
+    assert len({loss.item() for loss in losses}) == STEPS
+    assert all(torch.equal(state[name], found[name]) for name in state)
+
+
 def test_memory_that_never_stays_ends_the_recordings(
     recorder: Callable[[], CpuRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
