@@ -403,3 +403,57 @@ def test_a_copy_of_its_own_has_copies_of_the_parameters() -> None:
     assert whale.parallelize(local, X, device="cpu").train_step(X).item() == pytest.approx(local(X).item(), rel=1e-12)
     with pytest.raises(CaptureError, match=r"^__deepcopy__ of CopiedByItsState makes parameters that are no copies"):
         whale.parallelize(CopiedByItsState(), X, device="cpu")
+
+
+class Shares(nn.Module):
+    """A model that has an object as an attribute, and a function that has it in a variable."""
+
+    def __init__(self, held: Any, read: Callable[[Any], float], how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.held, self.factor = nn.Linear(3, 1, dtype=torch.float64), held, lambda: 1.0
+        if how == "an attribute":
+            self.factor = lambda: read(held)
+        elif how == "a forward":
+            old = self.layer.forward
+            self.layer.forward = lambda x: old(x) * read(held)  # type: ignore[method-assign, assignment]
+        else:
+            self.layer.register_forward_hook(lambda module, given, found: found * read(held))
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.layer(x) * self.factor()).sum()
+
+
+class ScaleHolder(NamedTuple):
+    """A kind of object, how a function reads it, and how a script changes it."""
+
+    make: Callable[[], Any]
+    read: Callable[[Any], float]
+    change: Callable[[Any, float], object]
+
+
+SHARED = {
+    "an object": ScaleHolder(lambda: SimpleObject(), lambda x: float(x.scale), lambda x, to: setattr(x, "scale", to)),
+    "a dict": ScaleHolder(lambda: {"a": 1.0}, lambda x: float(x["a"]), lambda x, to: x.update(a=to)),
+    "a list": ScaleHolder(lambda: [1.0], lambda x: float(x[0]), lambda x, to: x.__setitem__(0, to)),
+}
+
+
+class SimpleObject:
+    scale = 1.0
+
+
+@pytest.mark.parametrize("how", ["an attribute", "a forward", "a hook"])
+@pytest.mark.parametrize("what", SHARED)
+def test_an_object_of_a_function_and_of_the_model_stays_one(what: str, how: str) -> None:
+    case = SHARED[what]
+    local, other = (Shares(case.make(), case.read, how) for _ in range(2))
+    made: Any = whale.parallelize(other, X, device="cpu")
+    for factor in (3.0, 5.0, 3.0):
+        case.change(local.held, factor)
+        case.change(made.held, factor)
+        assert made.train_step(X).item() == pytest.approx(local(X).item(), rel=1e-12)
+    assert len(made._whale.engine.steps) == 3
+    copied = copy.deepcopy(made)
+    case.change(copied.held, 7.0)
+    assert 3 * copied.train_step(X).item() == pytest.approx(7 * made.train_step(X).item(), rel=1e-12)

@@ -97,12 +97,15 @@ class _Search:
         self._by_name: dict[str, list[Any]] = {}
         self._held: dict[int, Any] = {}
         self._modules: dict[int, ModuleType] = {}
+        self._attributes: dict[int, str] = {}
+        self._reached, self._layers = set[int](), set[int]()
         self._kinds = set[type]()
         self._seen: dict[int, Any] = {}
         self._waiting: list[Any] = []
 
     def run(self) -> Named:
         modules = list(self.model.modules())
+        self._layers.update(map(id, modules))
         for module in modules:
             self._hold(module)
         self._waiting.append(self.loss_fn)
@@ -154,6 +157,7 @@ class _Search:
             return
         for name, inner in _attributes(x):
             if not module or name not in _OF_MODULES:
+                self._attributes.setdefault(id(inner), name)
                 self._find(name, _functions(inner))
                 self._hold(inner, depth + 1)
         children: Mapping[str, Any] = x._modules if module else {}
@@ -199,9 +203,11 @@ class _Search:
             return
         self._seen[id(x)] = x
         if isinstance(x, Bound):
+            self._reached |= x.reached.keys()
             x = x.function
         if isinstance(x, MethodType):
-            self.objects.append(x.__self__)
+            if id(x.__self__) not in self._layers:
+                self.objects.append(x.__self__)
             self._hold(x.__self__)
             x = x.__func__
         elif isinstance(x, functools.partial):
@@ -242,8 +248,12 @@ class _Search:
         self._waiting.extend(found for name in sorted(new) for found in self._by_name.get(name, ()))
         for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
-                self._waiting.append(cell.cell_contents)
-                self.cells[id(cell)] = name, cell
+                held = cell.cell_contents
+                self._waiting.append(held)
+                if id(held) not in self._reached:
+                    self.cells[id(cell)] = name, cell
+                elif id(held) in self._attributes:  # of the model, whose attribute the script changes
+                    self.names.add(self._attributes[id(held)])
         given = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         if not all(isinstance(one, PLAIN) for one in given):
             self.cells[id(x)] = f"an argument of {x.__name__}", CellType(tuple(given))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from whale.errors import CaptureError
 from whale.graph.bytecode import names_of
-from whale.ir.objects import deep_copy
+from whale.ir.objects import CopiedFunction, deep_copy
 
 __all__ = ["Bound", "model_copy"]
 
@@ -44,7 +44,7 @@ def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 if isinstance(x, (FunctionType, functools.partial)):
                     function = rebinding.of(x)
                     if function is not x:
-                        table[name] = Bound(function, rebinding.used)
+                        table[name] = Bound(function, x, rebinding.used)
     return made
 
 
@@ -60,26 +60,18 @@ def _check_parameters(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]
     )
 
 
-class Bound:
-    """A function with the modules and tensors that it reaches, with which it is copied."""
-
-    def __init__(self, function: Callable[..., Any], reached: Mapping[int, Any]) -> None:
-        functools.update_wrapper(self, function)
-        self.function, self._reached = function, reached
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        return self.function(*args, **kwargs)
+class Bound(CopiedFunction):
+    """A function with what it reaches of a model: modules, tensors, and objects that the model has as attributes."""
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Bound:
         rebinding = memo.setdefault(_Rebinding, _Rebinding({}))  # one for all functions, that share what they hold
-        for x in self._reached.values():
+        for x in self.reached.values():
             rebinding.copies[id(x)] = copy.deepcopy(x, memo)
-        return Bound(rebinding.of(self.function), rebinding.used)
+        return Bound(rebinding.of(self.function), self.origin, rebinding.used)
 
 
 class _Rebinding:
-    """Functions, and other objects that refer to modules and tensors, with copies of these.
+    """Functions, and other objects that refer to what is copied, with copies of these.
 
     Args:
         copies: by the identity of what is copied.
@@ -95,10 +87,10 @@ class _Rebinding:
 
     def of(self, x: Any) -> Any:
         """*x* with copies; the same object if it refers to nothing that is copied."""
-        if isinstance(x, (nn.Module, Tensor)):
-            made = self.copies.get(id(x), x)
-            if made is not x:
-                self.used[id(made)] = made
+        made = self.copies.get(id(x), x)
+        if made is not x:
+            self.used[id(made)] = made
+        if made is not x or isinstance(x, (nn.Module, Tensor)):
             return made
         if id(x) not in self._known:
             self._known[id(x)] = x, x  # what refers to itself

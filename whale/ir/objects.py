@@ -7,15 +7,34 @@ Models hold locks, open files, TensorBoard's writers or modules of Python, as ``
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from types import MethodType
 from typing import Any, TypeVar
 from weakref import CallableProxyType, ProxyType, WeakMethod, proxy, ref
 
-__all__ = ["deep_copy", "slots_of"]
+__all__ = ["CopiedFunction", "deep_copy", "slots_of"]
 
 T = TypeVar("T")
+
+
+class CopiedFunction:
+    """A function that is copied with what it reaches.
+
+    Attributes:
+        function: to call.
+        origin: the function of which it is a copy, or a copy of a copy.
+        reached: what is copied with it, by its identity.
+    """
+
+    def __init__(self, function: Callable[..., Any], origin: Callable[..., Any], reached: Mapping[int, Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.origin, self.reached = function, origin, reached
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
 
 
 def deep_copy(x: T, memo: dict[int, Any], parts: Callable[[], Iterable[Any]] = tuple) -> T:

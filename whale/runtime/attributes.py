@@ -21,12 +21,13 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor, nn
 
-from whale.ir.objects import deep_copy, slots_of
+from whale.ir.objects import CopiedFunction, deep_copy, slots_of
 
 __all__ = ["Attributes", "Changes", "Sources"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _ATOMS = (*_PLAIN, type, FunctionType, ModuleType)
+_FOLLOWED = (MethodType, CopiedFunction, partial, ref)
 _BYTES = (bytearray, memoryview, array)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
 _STANDARD = frozenset(nn.Module().__dict__)
@@ -77,10 +78,14 @@ class Changes(NamedTuple):
         if source is None:
             return
         memo: dict[int, Any] = {id(theirs): own for theirs, own in zip(source.modules(), model.modules(), strict=False)}
+        in_own, in_theirs = _in_functions(model), _in_functions(source)
         for path, names in self.names.items():
             own, theirs = model.get_submodule(path), source.get_submodule(path)
             table, held = own.__dict__, theirs.__dict__
             for name in names:
+                is_shared = id(held.get(name)) in in_theirs and id(table.get(name)) in in_own
+                if is_shared and _became(table[name], deep_copy(held[name], memo)):
+                    continue
                 if name.endswith(_TRAINS):
                     parameter = name.removesuffix(_TRAINS)
                     own.get_parameter(parameter).requires_grad_(theirs.get_parameter(parameter).requires_grad)
@@ -88,6 +93,33 @@ class Changes(NamedTuple):
                 table.pop(name, None)
                 if name in held:
                     table[name] = deep_copy(held[name], memo)
+
+
+def _in_functions(model: nn.Module) -> set[int]:
+    """The identities of objects that functions on a model have in their variables, and the model as attributes."""
+    found = set[int]()
+    for module in model.modules():
+        for x in chain(module.__dict__.values(), module._forward_hooks.values(), module._forward_pre_hooks.values()):
+            found.update(x.reached if isinstance(x, CopiedFunction) else ())
+    return found
+
+
+def _became(x: Any, other: Any) -> bool:
+    """Give an object the state of another, if that can be."""
+    if type(x) is not type(other):
+        return False
+    if isinstance(x, list | deque):
+        x.clear()
+        x.extend(other)
+    elif isinstance(x, dict | set):
+        x.clear()
+        x.update(other)
+    elif hasattr(x, "__dict__") and not slots_of(type(x)):
+        x.__dict__.clear()
+        x.__dict__.update(other.__dict__)
+    else:
+        return False
+    return True
 
 
 class _Same:
@@ -235,6 +267,8 @@ class Attributes:
             return type(x), x
         if isinstance(x, Tensor):
             return None if id(x) in self._states else _Same(x, x._version)
+        if isinstance(x, CopiedFunction):
+            return _Same(x.origin)
         if id(x) in seen:
             return _Again, seen[id(x)]
         parts = self._parts(x) if depth < _DEEP else None
@@ -256,7 +290,7 @@ class Attributes:
             return [x.keys, x.values] if isinstance(x, (dict, MappingProxyType)) else [partial(iter, x)]
         if isinstance(x, partial):
             return [lambda: (x.func, x.args, x.keywords)]
-        if isinstance(x, MethodType):
+        if isinstance(x, MethodType) and not isinstance(x.__self__, nn.Module):
             return [lambda: (x.__func__, x.__self__)]
         if isinstance(x, WeakMethod):
             return [lambda: (getattr(x(), "__func__", None), getattr(x(), "__self__", None))]
@@ -279,7 +313,9 @@ class Attributes:
     @staticmethod
     def _has_names(x: Any) -> bool:
         """Whether an object has attributes that are looked at."""
-        if isinstance(x, (*_ATOMS, *_CONTAINERS, Tensor, MethodType, partial, ref)) or not hasattr(x, "__dict__"):
+        if isinstance(x, (*_ATOMS, *_CONTAINERS, Tensor, MethodType, CopiedFunction, partial, ref)) or not hasattr(
+            x, "__dict__"
+        ):
             return False
         return type(x).__module__.partition(".")[0] != "torch" or isinstance(x, nn.Module)
 
