@@ -1,6 +1,6 @@
 """Lowering: from one stage of the global graph to the local program of one rank.
 
-The result is three graphs of local tensors: *constant* (floating values that depend on nothing; run once), *step*
+The result is three graphs of local tensors: *constant* (floating values that depend on nothing but buffers), *step*
 (floating values of the whole batch, such as the number of targets that count; run once a step) and *micro-batch* (the
 stage itself). Floating nodes are derived on demand in the placement in which they are read. Pinned nodes are computed
 as the solver chose, with a bridge if a value is read in another placement. Local shapes come from the global graph and

@@ -1,7 +1,8 @@
 """The local program of a stage on one rank as data: its graphs, and the sources of their placeholders.
 
-The *constant* graph runs once, the *step* graph once a step on the global batch, the *micro-batch* graph for every
-micro-batch; in training its derivative runs in its place. Knows tensors and graphs; not how they were made.
+The *constant* graph runs once, and again when a buffer was written to that it reads; the *step* graph once a step on
+the global batch; the *micro-batch* graph for every micro-batch, and in training its derivative in its place. Knows
+tensors and graphs; not how they were made.
 """
 
 from __future__ import annotations
