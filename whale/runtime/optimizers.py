@@ -31,6 +31,7 @@ from whale.runtime.checkpoints import attend_checkpoints
 from whale.runtime.elsewhere import Elsewhere
 from whale.runtime.engine import Engine
 from whale.runtime.launch import World
+from whale.runtime.precision import in_own_dtypes
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.shards import Shard
 from whale.runtime.stage import part
@@ -298,6 +299,7 @@ def _in_words(sizes: Sequence[int]) -> str:
     return f"{len(sizes)} group{'s' * (len(sizes) != 1)} of {', '.join(map(str, sizes))} parameters"
 
 
+@in_own_dtypes()
 def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, str]]) -> None:
     """Refuse an optimizer whose updates of parts are not parts of the updates.
 
