@@ -22,6 +22,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -72,6 +73,10 @@ def attend(engine: Engine, local: Mapping[str, Tensor]) -> None:
     for name, tensor in local.items():
         if name in engine.tensors and engine.tensors[name] is not tensor:
             _local[id(tensor)] = weakref.ref(tensor), name
+    given = {id(tensor) for tensor in local.values()}
+    for optimizer in list(_checked):  # it may have trained the local model
+        if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
+            del _checked[optimizer]
 
 
 _installed: list[Any] = []
@@ -173,7 +178,9 @@ def _attending(add_param_group: Callable[..., None]) -> Callable[..., None]:
         for engine in {engine for engine, _ in owners_of(parameters).values()}:
             if engine.updates is not None:
                 engine.updates.attach(self)
-        is_empty = not any(x.numel() for x in parameters) and any(not engine.holds_all for engine in _engines)
+        is_empty = not any(is_lazy(x) or x.numel() for x in parameters) and any(
+            not engine.holds_all for engine in _engines
+        )
         if self not in _saved and (is_empty or any(_cut(*owner) for owner in owners_of(parameters).values())):
             _saved.add(self)
             self.register_state_dict_post_hook(_wrap_states)
