@@ -218,7 +218,11 @@ class ParallelModule(nn.Module):
 
     @in_own_dtypes()
     def full_gradients(self) -> dict[str, Tensor]:
-        """All gradients, whole and dense, under the local model's names (a tied parameter once), on every rank."""
+        """All gradients, whole and dense, under the local model's names (a tied parameter once), on every rank.
+
+        Every parameter that could be trained in `parallelize` is there, with zeros where ``.grad`` is None, as after
+        ``optimizer.zero_grad()`` or where it was frozen since.
+        """
         engine = self._whale.engine
         engine.check_gradients_stay("full_gradients")
         trainable = sorted(name for name, shard in engine.shards.items() if shard.trainable)
