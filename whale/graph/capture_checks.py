@@ -61,7 +61,7 @@ def _refuse_nested(key: str, leaf: Any) -> None:
 
 
 def _fields(leaf: Any) -> dict[Any, Any]:
-    """What a collection or an object of the script's own holds, by key, number or attribute."""
+    """The members of a collection, or of an object of the script's own, by key, number or attribute."""
     if isinstance(leaf, Mapping):
         return dict(leaf)
     if isinstance(leaf, (list, tuple)):

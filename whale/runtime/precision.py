@@ -39,8 +39,8 @@ def without_autocast(device: torch.device, precision: torch.dtype | None) -> Ite
     Raises:
         UsageError: autocast is on, with another dtype than *precision*.
     """
-    around = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else precision
-    if around != precision:
+    around = torch.get_autocast_dtype(device.type)
+    if torch.is_autocast_enabled(device.type) and around != precision:
         names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         own = f"the model was made for {_name(precision)}" if precision else "the model was made without a precision"
         raise UsageError(

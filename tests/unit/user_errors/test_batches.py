@@ -244,13 +244,13 @@ class Record:
             ["args[0] is a Pair", "forward(self, tokens, labels) calls self.model(Pair(tokens, labels))"],
         ),
         (
-            {"batch": Record(**tokens())},
+            {"batch": Record(torch.ones(4), torch.ones(4))},
             [
                 "batch is a Record of tensors",
                 "forward(self, tokens, labels, step) calls self.model(Record(tokens=tokens, labels=labels, step=step))",
             ],
         ),
-        (Record(**tokens()), ["args[0] is a Record of tensors"]),
+        (Record(torch.ones(4), torch.ones(4)), ["args[0] is a Record of tensors"]),
         (
             {"batch": SimpleNamespace(**tokens())},
             [
