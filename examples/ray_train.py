@@ -62,9 +62,11 @@ if __name__ == "__main__":
         config = {"output": f"{folder}/losses.json"}
         if arguments.workers:
             os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
-            from ray.train import ScalingConfig
-            from ray.train.torch import TorchTrainer
-
+            try:
+                from ray.train import ScalingConfig
+                from ray.train.torch import TorchTrainer
+            except ModuleNotFoundError:
+                raise SystemExit("this example needs Ray: pip install 'ray[train]', or --workers 0") from None
             workers = ScalingConfig(num_workers=arguments.workers, use_gpu=False)
             TorchTrainer(train_in_parallel, train_loop_config=config, scaling_config=workers).fit()
         else:

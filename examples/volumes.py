@@ -10,6 +10,7 @@ neighbours are exchanged in the step. The losses are those of one process that r
 import argparse
 import copy
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ import whale
 parser = argparse.ArgumentParser(description="volumes in files")
 parser.add_argument("--format", default="hdf5", choices=["hdf5", "zarr"])
 options = parser.parse_args()
+if find_spec(needed := {"hdf5": "h5py", "zarr": "zarr"}[options.format]) is None:
+    raise SystemExit(f"this example needs {needed}: pip install 'whale-parallel[volumes]'")
 torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
 
@@ -28,9 +31,7 @@ path, volumes = Path(folder.name) / "volumes", torch.randn(6, 1, 20, 8, 8).numpy
 if options.format == "hdf5":
     import h5py
 
-    with h5py.File(path, "w") as file:
-        file.create_dataset("volume", data=volumes, chunks=(1, 1, 4, 8, 8))
-    stored = h5py.File(path)["volume"]
+    stored = h5py.File(path, "w").create_dataset("volume", data=volumes, chunks=(1, 1, 4, 8, 8))
 else:
     import zarr
 

@@ -66,6 +66,7 @@ class Layout:
     axes: Sequence[LayoutAxis]
     mirrored: frozenset[tuple[int, int]] = frozenset()
     _spans: dict[tuple[Placements, tuple[int, ...]], dict[int, tuple[Interval, ...]]] = field(default_factory=dict)
+    _ranges: dict[tuple[int, int, int], tuple[tuple[Interval, ...], ...]] = field(default_factory=dict)
     _intervals: dict[tuple[Value, Placements, tuple[int, ...]], tuple[tuple[Interval, ...], ...]] = field(
         default_factory=dict
     )
@@ -81,8 +82,11 @@ class Layout:
                     continue
                 factor = placement.factor
                 ranges = found.get(factor, ((0, self.analysis.factors.size(factor)),))
-                sizes = unit_shares(length_of(ranges), axis)
-                own = unit_ranges(tuple(sizes), (index, factor) in self.mirrored)[coordinate]
+                cut = (index, factor, length_of(ranges))
+                if cut not in self._ranges:
+                    sizes = unit_shares(cut[2], axis)
+                    self._ranges[cut] = unit_ranges(tuple(sizes), (index, factor) in self.mirrored)
+                own = self._ranges[cut][coordinate]
                 found[factor] = tuple(piece for start, stop in own for piece in _part(ranges, start, stop))
             self._spans[key] = found
         return found

@@ -567,8 +567,8 @@ def verify(
 
     Call it on every rank. *options* are those of :func:`parallelize`. The default tolerance is that of the precision in
     which steps compute and sum gradients: 1e-9 in float64, 1e-4 in float32, 0.01 in TF32 and float16, 0.08 in
-    bfloat16. In low precision, of the options or the plan, the local step is under ``torch.autocast`` too. Models with
-    dropout are compared in evaluation mode.
+    bfloat16. In low precision, of the options, the plan or the script, the local step is under ``torch.autocast`` too.
+    Models with dropout are compared in evaluation mode.
 
     Raises:
         UsageError: the loss or a gradient of the local step is not finite, so that nothing can be compared with it.
@@ -586,7 +586,7 @@ def verify(
         plan = options["plan"] = Plan.load(plan)
     if isinstance(plan, Plan) and plan.step_in_backward:  # gradients are compared, not updates
         plan = options["plan"] = plan.model_copy(update={"step_in_backward": None})
-    precision = options.get("precision") or (plan.precision if isinstance(plan, Plan) else None)
+    precision = _precision(options.get("precision") or (plan.precision if isinstance(plan, Plan) else None), here)
     summed = options.get("gradient_dtype") or (plan.gradient_dtype if isinstance(plan, Plan) else None)
     dtype = LOW_PRECISIONS.get(precision or "")
     device = next((p.device.type for p in local.parameters()), "cpu")

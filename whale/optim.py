@@ -15,6 +15,7 @@ from whale.runtime.adamw import is_triton, step_rows, step_runs
 from whale.runtime.adamw_runs import Kind, Run, wide_of
 from whale.runtime.adamw_table import Held, Table
 from whale.runtime.columns import sum_over_columns
+from whale.runtime.precision import in_own_dtypes
 
 __all__ = ["FusedAdamW", "RowWiseAdagrad"]
 
@@ -101,6 +102,7 @@ class FusedAdamW(AdamW):
                     self._step_runs(group, own, scale, found_inf)
         return loss
 
+    @in_own_dtypes()
     def _step_rows(
         self,
         key: tuple[Any, ...],
@@ -125,6 +127,7 @@ class FusedAdamW(AdamW):
         gradients = self._gradients(own, table.strides)
         step_rows(table.rows(gradients, rows), scalars, _kind(group, scale), found_inf)
 
+    @in_own_dtypes()
     def _step_runs(
         self, group: Mapping[str, Any], own: list[Tensor], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
@@ -446,13 +449,17 @@ class RowWiseAdagrad(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; returns what *closure* does, which computes the loss again."""
         loss = _loss_of(closure)
+        self._step()
+        return loss
+
+    @in_own_dtypes()
+    def _step(self) -> None:
         own = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         rows = [_Rows.of(p) for p, _ in own]
         squares = [_squares(each.values) for each in rows]
         columns = sum_over_columns([p for p, _ in own], squares)
         for (p, group), each, square, count in zip(own, rows, squares, columns, strict=True):
             self._update(p, each, square / count, group)
-        return loss
 
     def _update(self, p: Tensor, rows: _Rows, mean: Tensor, group: Mapping[str, Any]) -> None:
         if "sum" not in self.state[p]:

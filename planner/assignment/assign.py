@@ -271,7 +271,7 @@ def _stage_placement(
 
     device = on(devices)
     # A process group has its ranks in ascending order, and the parts of a tensor are in the order of the axis.
-    groups = {device.group(axis, rank) for axis in range(len(axes)) for rank in device.ranks}
+    groups = (group for axis in range(len(axes)) for group in device.groups(axis))
     if any(list(group) != sorted(group) for group in groups):
         device = on(sorted(devices, key=lambda device: device.rank))
     return StagePlacement(device=device, roles=roles)

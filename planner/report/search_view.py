@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import log
 
-from whale.ir.search_record import RecordedPoint, SearchRecord
+from whale.ir.search_record import MAX_SHARE, RecordedPoint, SearchRecord
 from whale.ir.units import counted, time_text
 from whale.planner.report.axis import ticks, ticks_of_powers
 from whale.planner.report.markup import Markup, element, number, picture, short, table
@@ -147,7 +147,8 @@ def _dots(points: Sequence[RecordedPoint], scales: _Scales) -> list[_Dot]:
 
 def _says(dot: _Dot) -> Markup:
     point = dot.point
-    text = f"{short(point.label, 80)}: {time_text(point.seconds)}, {point.memory:.0%} of memory"
+    memory = f", {point.memory:.0%} of memory" if point.memory < MAX_SHARE else ""
+    text = f"{short(point.label, 80)}: {time_text(point.seconds)}{memory}"
     if point.reason:
         text += f"; {short(point.reason, 80)}"
     if dot.count > 1:

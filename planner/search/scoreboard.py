@@ -79,6 +79,7 @@ class Scoreboard:
         self.tried += 1
         if len(self.points) < MOST_POINTS:
             reason = "" if scored.fits else f"needs {scored.fullness:.2f} times the memory of a device"
+            reason = "a device has no memory beside what the framework takes" if scored.fullness == inf else reason
             self.points.append(
                 Point(seconds=scored.seconds, memory=scored.fullness, label=scored.draft.label, reason=reason)
             )

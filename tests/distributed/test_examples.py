@@ -8,6 +8,8 @@ import difflib
 import gzip
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -219,6 +221,24 @@ def test_each_rank_reads_its_slab_of_volumes_in_a_file(format: str, module: str)
     text = run(2, "volumes.py", "--format", format)
     read = [int(voxels) for voxels in re.findall(r"rank 0 read (\d+) of 2560 voxels", text)]
     assert read == [1280] * 3 and "losses equal those of whole volumes" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "module", "install"),
+    [
+        ("volumes.py", ["--format", "hdf5"], "h5py", "'whale-parallel[volumes]'"),
+        ("volumes.py", ["--format", "zarr"], "zarr", "'whale-parallel[volumes]'"),
+        ("ray_train.py", ["--workers", "2"], "ray", "'ray[train]'"),
+    ],
+)
+def test_an_example_says_what_it_needs(name: str, options: list[str], module: str, install: str) -> None:
+    path = str(EXAMPLES / name)
+    code = f"import runpy, sys; sys.modules[{module!r}] = None; sys.argv = {[path, *options]!r}; "
+    code += f"sys.path.insert(0, {str(EXAMPLES)!r}); runpy.run_path({path!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(f"pip install {install}" + ", or --workers 0" * (module == "ray"))
+    assert "Traceback" not in done.stderr
 
 
 def test_a_ring_keeps_less_than_gathered_keys_and_the_same_loss() -> None:

@@ -35,10 +35,16 @@ def ranks() -> Iterator[Two]:
         yield Two(made)
 
 
-def optimize_before(world: World, kind: str) -> tuple[str, list[float], list[float]]:
-    """The optimizer is made from the local model."""
+def optimize_before(world: World, kind: str, stepped: bool) -> tuple[str, list[float], list[float]]:
+    """The optimizer is made from the local model, and perhaps has trained it."""
+    other = parallel(kind)  # optimizers are looked at from now on
     local, model = decoder(layers=2), annotated(kind)
     expected, optimizer = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (local, model))
+    for one, its in ((local, expected), (model, optimizer)) if stepped else ():
+        one(**tokens()).backward()
+        its.step()
+        its.zero_grad()
+    del other
     made = whale.parallelize(model, tokens(), device="cpu")
     found: list[float] = []
     losses: list[float] = []
@@ -56,9 +62,10 @@ def optimize_before(world: World, kind: str) -> tuple[str, list[float], list[flo
     return "", found, losses
 
 
+@pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_an_optimizer_of_the_local_model_trains_or_is_refused(ranks: Two, kind: str) -> None:
-    for message, found, expected in ranks.run(optimize_before, kind):
+def test_an_optimizer_of_the_local_model_trains_or_is_refused(ranks: Two, kind: str, stepped: bool) -> None:
+    for message, found, expected in ranks.run(optimize_before, kind, stepped):
         if kind == "split":
             assert "make the optimizer after parallelize" in message
         else:

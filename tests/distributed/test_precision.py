@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -427,6 +428,65 @@ def test_an_lstm_computes_in_the_kernel_of_its_device(ranks: Two, layout: str, m
         assert loss == pytest.approx(expected.item(), rel=1e-6)
         for name, gradient in gradients(local).items():
             assert torch.allclose(found[name], gradient, rtol=1e-2, atol=tolerance), name
+
+
+def steps_under_autocast(
+    world: World, kind: str, folder: str, under: bool
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Numbers and tensors of a script that has all or nothing under autocast, after a parallelize outside of it."""
+    model = decoder(layers=2).float()
+    whale.annotate(model, LAYOUTS[kind])
+    made = whale.parallelize(model, tokens(), device="cpu", precision="bf16")
+    optimizer = whale.optim.FusedAdamW(made.parameters(), lr=0.1)
+    numbers, states = [], []
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=under):
+        for _ in range(2):
+            numbers += [made.train_step(**tokens()).detach(), made.eval_step(**tokens()), made.clip_grad_norm_(1.0)]
+            states.append(made.full_gradients())
+            optimizer.step()
+            optimizer.zero_grad()
+        whale.save_checkpoint(folder, made, step=1, optimizer=optimizer)
+        whale.wait_for_checkpoints()
+    states.append(made.full_state_dict())
+    numbers.append(made.train_step(**tokens()).detach())
+    optimizer.step()
+    whale.load_checkpoint(folder, made, optimizer=optimizer)
+    states.append(made.full_state_dict())
+    del model  # it was there until now: steps compare it with what it was
+    return numbers, states
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_steps_alone_stand_under_autocast(ranks: Two, kind: str, tmp_path: Path) -> None:
+    without = ranks.run(steps_under_autocast, kind, str(tmp_path / "without"), False)
+    for found, expected in zip(ranks.run(steps_under_autocast, kind, str(tmp_path), True), without, strict=True):
+        assert [float(x) for x in found[0]] == [float(x) for x in expected[0]]
+        for own, other in zip(found[1], expected[1], strict=True):
+            assert own.keys() == other.keys()
+            assert all(torch.equal(own[name], other[name]) for name in own)
+        assert all(torch.equal(loaded, found[1][-2][name]) for name, loaded in found[1][-1].items())
+
+
+def other_values_under_autocast(world: World) -> str:
+    model = decoder(layers=2).float()
+    with torch.no_grad():
+        model.embed.weight.mul_(1000.0)  # the square of the norm is none of float16
+        model.embed.weight[3, 3] += world.rank
+    whale.annotate(model, LAYOUTS["replicate"])
+    with torch.autocast("cpu", dtype=torch.float16):
+        return refusal(lambda: whale.parallelize(model, tokens(), device="cpu"))
+
+
+def test_values_are_compared_under_autocast(ranks: Two) -> None:
+    assert all("other values in " in text for text in ranks.run(other_values_under_autocast))
+
+
+def test_verify_under_autocast() -> None:
+    local, batch = seeded(Mixed)(), numbers()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = whale.verify(local, batch, device="cpu")
+    assert found.passed
+    assert found.tolerance == whale.verify(local, batch, device="cpu", precision="bf16").tolerance
 
 
 def accumulate(world: World, kind: str) -> dict[str, Tensor]:

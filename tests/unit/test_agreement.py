@@ -37,6 +37,14 @@ def test_an_element_and_the_order_of_elements_count(size: int) -> None:
     assert not is_other(fingerprint(x.clone()), look)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_autocast_around_changes_nothing(size: int) -> None:
+    x = values(size)
+    with torch.autocast("cpu", dtype=torch.float16):
+        under = fingerprint(x)
+    assert torch.equal(under, fingerprint(x))
+
+
 def test_the_order_of_chunks_counts() -> None:
     x = values(4 << 16)
     swapped = x.view(4, -1)[[0, 2, 1, 3]].flatten()

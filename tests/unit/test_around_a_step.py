@@ -40,6 +40,17 @@ def test_a_gradient_that_is_not_a_number_is_found_with_its_operator_and_module()
     assert loss.isfinite()
 
 
+def test_an_optimizer_of_another_model_has_parameters_whose_shapes_are_not_known_yet() -> None:
+    model = parallel()
+    other = nn.LazyLinear(8)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(torch.ones(2, 3)).sum().backward()
+    before = other.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(other.weight, before)
+    assert model.train_step(x=torch.ones(2, 4)).isfinite()
+
+
 def test_anomaly_detection_changes_no_number() -> None:
     losses, gradients = [], []
     for detects in (False, True):

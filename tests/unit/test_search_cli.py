@@ -127,6 +127,26 @@ def test_what_was_assumed_stands_in_the_output_with_what_changes_it(folder: Path
     assert len(json.loads(cases.stdout)["assumptions"]) == 2
 
 
+def test_a_device_without_room_beside_the_framework_is_recorded(folder: Path) -> None:
+    small = (
+        CLUSTER.replace('"T4"', '"small"')
+        + """
+[device_types.small]
+speed = {float32 = "1 TFLOP/s"}
+memory = "1 GiB"
+memory_bandwidth = "50 GB/s"
+"""
+    )
+    Path("small.toml").write_text(small)
+    given = ["small.toml" if word == "cluster.toml" else word for word in GIVEN]
+    done = run(*given, "-o", "plan.json", "--record", "search.json")
+    assert done.exit_code == 0, done.stderr
+    full = [point for point in SearchRecord.load("search.json").points if "the framework" in point.reason]
+    assert full and all(point.memory > 1 for point in full)
+    page = CliRunner().invoke(app, ["report", "plan.json", "--search", "search.json", "--cluster", "small.toml"])
+    assert page.exit_code == 0, page.stderr
+
+
 def test_the_best_plan_is_written_and_the_command_that_runs_it_comes_last(folder: Path) -> None:
     done = run(*GIVEN, "-o", "plan.json", "--record", "search.json")
     assert done.exit_code == 0, done.stderr

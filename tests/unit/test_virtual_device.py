@@ -41,6 +41,15 @@ def test_the_groups_of_an_axis_cover_every_rank_once() -> None:
     for axis_index in range(3):
         groups = {device.group(axis_index, rank) for rank in device.ranks}
         assert sorted(rank for group in groups for rank in group) == list(device.ranks)
+        assert set(device.groups(axis_index)) == groups
+        assert len(list(device.groups(axis_index))) == len(groups)
+
+
+def test_a_slice_of_an_axis_has_the_ranks_at_one_index() -> None:
+    device = mesh(2, 3, 2)
+    for axis_index, size in enumerate(device.shape):
+        at = [tuple(r for r in device.ranks if device.coordinates(r)[axis_index] == n) for n in range(size)]
+        assert device.slices(axis_index) == tuple(at)
 
 
 def test_a_slice_is_as_fast_as_all_its_devices() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from whale.cli.plan_text import fullest
 from whale.cli.search_text import against_the_best, in_short
-from whale.ir.search_record import MAX_POINTS, RecordedCandidate, RecordedDrop, RecordedPoint, SearchRecord
+from whale.ir.search_record import MAX_POINTS, MAX_SHARE, RecordedCandidate, RecordedDrop, RecordedPoint, SearchRecord
 
 if TYPE_CHECKING:
     from whale.commands.plan_writer import Choice
@@ -26,7 +26,12 @@ def record_of(searched: Searched, cluster: Cluster) -> SearchRecord:
     """
     found = searched.found
     points = [
-        RecordedPoint(seconds=one.seconds, memory=one.memory, label=_text(one.label), reason=_text(one.reason))
+        RecordedPoint(
+            seconds=one.seconds,
+            memory=min(one.memory, MAX_SHARE),
+            label=_text(one.label),
+            reason=_text(one.reason),
+        )
         for one in found.points
     ]
     refused = [
@@ -64,7 +69,7 @@ def record_of(searched: Searched, cluster: Cluster) -> SearchRecord:
 
 def _memory(choice: Choice) -> float:
     device = fullest(list(choice.prediction.memory))
-    return device.total / device.capacity
+    return min(device.total / device.capacity, MAX_SHARE)
 
 
 def _text(text: str) -> str:

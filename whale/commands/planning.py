@@ -576,7 +576,9 @@ class _Problem:
             AxisToShare(name=axis.name, size=axis.size, role=axis.role, units=self._units(stage, position))
             for position, axis in enumerate(self.start.stages[index].axes or ())
         ]
-        devices = [self._device(stage, layers, position, rank) for position, rank in enumerate(ranks)]
+        held = {one.rank: one for one in self.even.prediction.memory}
+        models = stage.mesh.ranks  # whose parts are known
+        devices = [self._device(layers, model, held[model], rank) for model, rank in zip(models, ranks, strict=False)]
         return mesh_shares(axes, devices, rows=max(self.compilation.rows))
 
     def _units(self, stage: PlacedStage, axis: int) -> int:
@@ -589,14 +591,12 @@ class _Problem:
         size = stage.mesh.axes[axis].size
         return min((units for units in sizes if units >= size), default=size)
 
-    def _device(self, stage: PlacedStage, layers: StageLayers, position: int, rank: int) -> MeshDevice:
-        """A device whose seconds and bytes depend on its rows and fraction.
+    def _device(self, layers: StageLayers, model: int, held: DeviceMemory, rank: int) -> MeshDevice:
+        """A device in the place of a rank that holds *held*; its seconds and bytes depend on its rows and fraction.
 
         Each layer has its own roles: where its region is replicated, a fraction of the split axes is a share of rows.
         """
         device = self.costs.cluster.devices[rank]
-        model = stage.mesh.ranks[position]  # whose parts are known
-        held = next(one for one in self.even.prediction.memory if one.rank == model)
         even_rows = max(max((part.rows for part in layers.parts[model]), default=1), 1)
         parts = layers.parts[model]
         even_fraction = min((part.fraction * part.part / part.context for part in parts), default=1.0)

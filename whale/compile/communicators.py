@@ -81,7 +81,7 @@ def _lines(compilation: Compilation) -> set[tuple[int, ...]]:
     found = set[tuple[int, ...]]()
     for place, stage in enumerate(compilation.stages):
         axes = compilation.communicating(place)
-        found |= {tuple(sorted(stage.mesh.group(axis, rank))) for axis in axes for rank in stage.mesh.ranks}
+        found |= {tuple(sorted(group)) for axis in axes for group in stage.mesh.groups(axis)}
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from keyword import iskeyword
 from typing import Any
 
@@ -38,21 +39,38 @@ aten = torch.ops.aten
 
 
 def _refuse_nested(key: str, leaf: Any) -> None:
-    if not isinstance(leaf, (Mapping, list, tuple)) or not any(
-        isinstance(x, torch.Tensor) for x in pytree.tree_leaves(leaf)
-    ):
+    inner = _fields(leaf)
+    if not any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(list(inner.values()))):
         return
-    fields = list(map(str, leaf)) if isinstance(leaf, Mapping) else getattr(leaf, "_fields", range(len(leaf)))
-    names = [str(n) if str(n).isidentifier() and not iskeyword(str(n)) else f"x{i}" for i, n in enumerate(fields)]
+    kind = type(leaf).__name__
+    names = [str(n) if str(n).isidentifier() and not iskeyword(str(n)) else f"x{i}" for i, n in enumerate(inner)]
+    pairs = list(zip(inner, names, strict=True))
     if isinstance(leaf, Mapping):
-        inside = f"{{{', '.join(f'{field!r}: {name}' for field, name in zip(fields, names, strict=True))}}}"
+        made = f"({{{', '.join(f'{field!r}: {name}' for field, name in pairs)}}})"
+    elif isinstance(leaf, (list, tuple)):
+        made = f"({kind}({', '.join(names)}))" if hasattr(leaf, "_fields") else f"([{', '.join(names)}])"
+    elif is_dataclass(leaf):
+        made = f"({kind}({', '.join(f'{field}={name}' for field, name in pairs)}))"
     else:
-        inside = f"{type(leaf).__name__}({', '.join(names)})" if hasattr(leaf, "_fields") else f"[{', '.join(names)}]"
+        made = f" with a {kind} of them"
     raise UsageError(
-        f"the batch's {key} is a {type(leaf).__name__} of tensors, but each tensor of a batch is an argument of its "
-        f"own: put the model in a module whose forward(self, {', '.join(names)}) calls self.model({inside}), with the "
-        "other arguments beside, and give the batch as those"
+        f"the batch's {key} is a {kind} of tensors, but each tensor of a batch is an argument of its own: put the "
+        f"model in a module whose forward(self, {', '.join(names)}) calls self.model{made}, with the other arguments "
+        "beside, and give the batch as those"
     )
+
+
+def _fields(leaf: Any) -> dict[Any, Any]:
+    """The members of a collection, or of an object of the script's own, by key, number or attribute."""
+    if isinstance(leaf, Mapping):
+        return dict(leaf)
+    if isinstance(leaf, (list, tuple)):
+        return dict(zip(getattr(leaf, "_fields", range(len(leaf))), leaf, strict=True))
+    if isinstance(leaf, (torch.Tensor, type)):
+        return {}
+    if is_dataclass(leaf):
+        return {field.name: getattr(leaf, field.name, None) for field in fields(leaf) if field.init}
+    return dict(getattr(leaf, "__dict__", {}))
 
 
 def check_batch(model: nn.Module, leaves: Mapping[str, Any], loss_fn: Callable[..., Any] | None) -> None:

@@ -17,13 +17,16 @@ from whale.ir.plan import Hash, Name
 from whale.ir.record import FileRecord, Record
 from whale.ir.workload import Seconds
 
-__all__ = ["MAX_POINTS", "RecordedCandidate", "RecordedDrop", "RecordedPoint", "SearchRecord"]
+__all__ = ["MAX_POINTS", "MAX_SHARE", "RecordedCandidate", "RecordedDrop", "RecordedPoint", "SearchRecord"]
 
 MAX_POINTS = 20_000
 """Limit on recorded points: the best and a sample of the others."""
 
+MAX_SHARE = 1e9
+"""Limit on recorded shares."""
+
 Text = Annotated[str, StringConstraints(max_length=1000)]
-Share = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=MAX_SHARE, allow_inf_nan=False)]
 
 
 class RecordedPoint(Record):
@@ -31,7 +34,7 @@ class RecordedPoint(Record):
 
     Attributes:
         seconds: of a step.
-        memory: of the fullest device, as a fraction of its capacity.
+        memory: of the fullest device, as a fraction of its capacity; `MAX_SHARE` where the framework leaves it none.
         label: a short description.
         reason: why it cannot run; empty if it can.
     """

@@ -114,9 +114,22 @@ class VirtualDevice:
 
     def group(self, axis_index: int, rank: int) -> tuple[int, ...]:
         """The ranks that differ from *rank* only along that axis, itself included, in the order of the axis."""
+        stride, position = self._stride(axis_index), self.position(rank)
+        block, inside = divmod(position, stride * self.axes[axis_index].size)
+        return self._groups[axis_index][block * stride + inside % stride]
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The `groups` along each axis: made once, as all ranks of a group ask for it."""
+        return tuple(tuple(self.groups(axis)) for axis in range(len(self.axes)))
+
+    def groups(self, axis_index: int) -> Iterator[tuple[int, ...]]:
+        """The different `group`s along that axis: every rank is in exactly one."""
         stride = self._stride(axis_index)
-        first = self.position(rank) - self.coordinates(rank)[axis_index] * stride
-        return tuple(self.ranks[first + index * stride] for index in range(self.axes[axis_index].size))
+        width = stride * self.axes[axis_index].size
+        for block in range(0, len(self.ranks), width):
+            for first in range(block, block + stride):
+                yield self.ranks[first : block + width : stride]
 
     @cached_property
     def mixed_axes(self) -> tuple[bool, ...]:
@@ -124,16 +137,18 @@ class VirtualDevice:
         if len(set(self.types)) < 2:
             return (False,) * len(self.axes)
         type_of = dict(zip(self.ranks, self.types, strict=True))
-        lines = [{self.group(axis, rank) for rank in self.ranks} for axis in range(len(self.axes))]
-        return tuple(any(len({type_of[rank] for rank in line}) > 1 for line in own) for own in lines)
+        return tuple(
+            any(len({type_of[rank] for rank in line}) > 1 for line in self.groups(axis))
+            for axis in range(len(self.axes))
+        )
 
     def slices(self, axis_index: int) -> tuple[tuple[int, ...], ...]:
         """The ranks at each index of that axis: every device is at exactly one."""
         stride, size = self._stride(axis_index), self.axes[axis_index].size
-        return tuple(
-            tuple(rank for position, rank in enumerate(self.ranks) if position // stride % size == index)
-            for index in range(size)
-        )
+        found: list[list[int]] = [[] for _ in range(size)]
+        for number, first in enumerate(range(0, len(self.ranks), stride)):
+            found[number % size] += self.ranks[first : first + stride]
+        return tuple(map(tuple, found))
 
     def axis_speeds(self, axis_index: int) -> tuple[float, ...]:
         """FLOP/s at each index of that axis: the sum over its devices.

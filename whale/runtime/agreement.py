@@ -18,6 +18,7 @@ from torch import Tensor
 
 from whale.errors import PlanMismatchError
 from whale.runtime.launch import World
+from whale.runtime.precision import in_own_dtypes
 
 __all__ = [
     "agree",
@@ -133,6 +134,7 @@ def fingerprint(x: Tensor) -> Tensor:
     return fingerprints([x])[0]
 
 
+@in_own_dtypes()
 def fingerprints(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The `fingerprint` of each tensor."""
     signs: dict[tuple[torch.dtype, torch.device], Tensor] = {}

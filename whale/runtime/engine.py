@@ -31,7 +31,7 @@ from whale.runtime.loss import ROUNDING, GlobalLoss, LikeBatches, look_at
 from whale.runtime.mesh_axes import MeshAxes
 from whale.runtime.outputs import Outputs, put
 from whale.runtime.owned import HeldTensors
-from whale.runtime.precision import LossScaler
+from whale.runtime.precision import LossScaler, in_own_dtypes
 from whale.runtime.random import RNGPosition
 from whale.runtime.refusals import Refusals
 from whale.runtime.shards import Shard, gathered_parts
@@ -612,6 +612,7 @@ class Engine:
                 found[name] = tuple(unlike)
         return found
 
+    @in_own_dtypes()
     def gradient_norm(self, norm_type: float = 2.0, names: Iterable[str] | None = None) -> Tensor:
         """The norm of gradients, in float64, the same on every rank; every element of the local model's counts once.
         All ranks must call it.

@@ -24,7 +24,7 @@ from whale.runtime.comm_hooks import CommHook
 from whale.runtime.elsewhere import Elsewhere
 from whale.runtime.engine import Engine, Result
 from whale.runtime.local_watch import LocalWatch
-from whale.runtime.precision import LossScaler, without_autocast
+from whale.runtime.precision import LossScaler, in_own_dtypes, without_autocast
 from whale.runtime.ranges import named
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.watch import Watch
@@ -184,15 +184,15 @@ class ParallelModule(nn.Module):
         scale: float | Tensor = 1.0,
     ) -> Result:
         engine, watch, local = self._whale.engine, self._whale.watch, self._whale.local
-        watch.check()
-        modes = watch.modes() if train else ()
-        modes = modes if True in modes else ()
-        changes = self._whale.attributes.changes()
-        if local.is_alive:
-            local.check(watch, self._whale.attributes, train=train)
-        name = range_names.TRAIN_STEP if train else range_names.FORWARD_STEP
-        with named(name), without_autocast(engine.world.device, engine.precision):
-            return engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
+        with without_autocast(engine.world.device, engine.precision):
+            watch.check()
+            modes = watch.modes() if train else ()
+            modes = modes if True in modes else ()
+            changes = self._whale.attributes.changes()
+            if local.is_alive:
+                local.check(watch, self._whale.attributes, train=train)
+            with named(range_names.TRAIN_STEP if train else range_names.FORWARD_STEP):
+                return engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
 
     # States
 
@@ -216,8 +216,13 @@ class ParallelModule(nn.Module):
         whole = dict(engine.whole(engine.tensors, names, None if to == "all" else 0))
         return {name: whole[first] for name, first in engine.aliases.items() if first in whole}
 
+    @in_own_dtypes()
     def full_gradients(self) -> dict[str, Tensor]:
-        """All gradients, whole and dense, under the local model's names (a tied parameter once), on every rank."""
+        """All gradients, whole and dense, under the local model's names (a tied parameter once), on every rank.
+
+        Every parameter that could be trained in `parallelize` is there, with zeros where ``.grad`` is None, as after
+        ``optimizer.zero_grad()`` or where it was frozen since.
+        """
         engine = self._whale.engine
         engine.check_gradients_stay("full_gradients")
         trainable = sorted(name for name, shard in engine.shards.items() if shard.trainable)
@@ -246,6 +251,7 @@ class ParallelModule(nn.Module):
         if self.world_size > 1:
             self._whale.engine.register_comm_hook(CommHook.of(hook, state))
 
+    @in_own_dtypes()
     def drain(self) -> bool:
         """Leave the gradients of the oldest step whose sums are on their way, with ``parallelize(staleness=...)``.
 
@@ -269,6 +275,7 @@ class ParallelModule(nn.Module):
         """
         return self._whale.engine.unlike_copies()
 
+    @in_own_dtypes()
     def load_full_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load whole tensors under the local model's names: each rank takes its parts. Every rank must call it, with
         the same tensors.
@@ -369,6 +376,7 @@ class ParallelModule(nn.Module):
             if engine.world.device.type == "cuda":
                 torch.cuda.set_rng_state(device.clone().view(torch.uint8), engine.world.device)
 
+    @in_own_dtypes()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most *max_norm*; returns the norm before, on every rank.
 

@@ -22,6 +22,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,6 +32,7 @@ from whale.runtime.checkpoints import attend_checkpoints
 from whale.runtime.elsewhere import Elsewhere
 from whale.runtime.engine import Engine
 from whale.runtime.launch import World
+from whale.runtime.precision import in_own_dtypes
 from whale.runtime.shard_tensor import ShardTensor
 from whale.runtime.shards import Shard
 from whale.runtime.stage import part
@@ -71,6 +73,10 @@ def attend(engine: Engine, local: Mapping[str, Tensor]) -> None:
     for name, tensor in local.items():
         if name in engine.tensors and engine.tensors[name] is not tensor:
             _local[id(tensor)] = weakref.ref(tensor), name
+    given = {id(tensor) for tensor in local.values()}
+    for optimizer in list(_checked):  # it may have trained the local model
+        if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
+            del _checked[optimizer]
 
 
 _installed: list[Any] = []
@@ -172,7 +178,9 @@ def _attending(add_param_group: Callable[..., None]) -> Callable[..., None]:
         for engine in {engine for engine, _ in owners_of(parameters).values()}:
             if engine.updates is not None:
                 engine.updates.attach(self)
-        is_empty = not any(x.numel() for x in parameters) and any(not engine.holds_all for engine in _engines)
+        is_empty = not any(is_lazy(x) or x.numel() for x in parameters) and any(
+            not engine.holds_all for engine in _engines
+        )
         if self not in _saved and (is_empty or any(_cut(*owner) for owner in owners_of(parameters).values())):
             _saved.add(self)
             self.register_state_dict_post_hook(_wrap_states)
@@ -298,6 +306,7 @@ def _in_words(sizes: Sequence[int]) -> str:
     return f"{len(sizes)} group{'s' * (len(sizes) != 1)} of {', '.join(map(str, sizes))} parameters"
 
 
+@in_own_dtypes()
 def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, str]]) -> None:
     """Refuse an optimizer whose updates of parts are not parts of the updates.
 

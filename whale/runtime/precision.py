@@ -6,7 +6,7 @@ The casts are in the graphs that steps run (`whale.graph.precision`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,18 @@ from torch import Tensor
 
 from whale.errors import UsageError
 
-__all__ = ["LossScaler", "without_autocast"]
+__all__ = ["LossScaler", "in_own_dtypes", "without_autocast"]
+
+
+@contextmanager
+def in_own_dtypes() -> Iterator[None]:
+    """Compute in the dtypes that tensors have, also where a script stands under ``torch.autocast``: what is computed
+    beside the model, such as a comparison, is none of what the script casts. It decorates functions too."""
+    with ExitStack() as off:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                off.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @contextmanager
@@ -28,18 +39,15 @@ def without_autocast(device: torch.device, precision: torch.dtype | None) -> Ite
     Raises:
         UsageError: autocast is on, with another dtype than *precision*.
     """
-    if not torch.is_autocast_enabled(device.type):
-        yield
-        return
     around = torch.get_autocast_dtype(device.type)
-    if around != precision:
+    if torch.is_autocast_enabled(device.type) and around != precision:
         names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         own = f"the model was made for {_name(precision)}" if precision else "the model was made without a precision"
         raise UsageError(
             f"a step stands under torch.autocast with {_name(around)}, but {own}: write "
             f'parallelize(..., precision="{names.get(around, "bf16")}"), and leave torch.autocast out'
         )
-    with torch.autocast(device.type, enabled=False):
+    with in_own_dtypes():
         yield
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -215,6 +217,15 @@ class Pair(NamedTuple):
     labels: Tensor
 
 
+@dataclass
+class Record:
+    """A batch with names, and a number beside."""
+
+    tokens: Tensor
+    labels: Tensor
+    step: int = 3
+
+
 @pytest.mark.parametrize(
     ("batch", "parts"),
     [
@@ -231,6 +242,21 @@ class Pair(NamedTuple):
         (
             (Pair(**tokens()),),
             ["args[0] is a Pair", "forward(self, tokens, labels) calls self.model(Pair(tokens, labels))"],
+        ),
+        (
+            {"batch": Record(torch.ones(4), torch.ones(4))},
+            [
+                "batch is a Record of tensors",
+                "forward(self, tokens, labels, step) calls self.model(Record(tokens=tokens, labels=labels, step=step))",
+            ],
+        ),
+        (Record(torch.ones(4), torch.ones(4)), ["args[0] is a Record of tensors"]),
+        (
+            {"batch": SimpleNamespace(**tokens())},
+            [
+                "batch is a SimpleNamespace of tensors",
+                "forward(self, tokens, labels) calls self.model with a SimpleNamespace of them",
+            ],
         ),
         ({"batch": {"in": torch.ones(4), "2": torch.ones(4)}}, ["forward(self, x0, x1)", "{'in': x0, '2': x1}"]),
         (
