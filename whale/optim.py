@@ -102,7 +102,7 @@ class FusedAdamW(AdamW):
                     self._step_runs(group, own, scale, found_inf)
         return loss
 
-    @in_own_dtypes()
+    @in_own_dtypes
     def _step_rows(
         self,
         key: tuple[Any, ...],
@@ -127,7 +127,7 @@ class FusedAdamW(AdamW):
         gradients = self._gradients(own, table.strides)
         step_rows(table.rows(gradients, rows), scalars, _kind(group, scale), found_inf)
 
-    @in_own_dtypes()
+    @in_own_dtypes
     def _step_runs(
         self, group: Mapping[str, Any], own: list[Tensor], scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
@@ -452,7 +452,7 @@ class RowWiseAdagrad(Optimizer):
         self._step()
         return loss
 
-    @in_own_dtypes()
+    @in_own_dtypes
     def _step(self) -> None:
         own = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         rows = [_Rows.of(p) for p, _ in own]

@@ -134,7 +134,7 @@ def fingerprint(x: Tensor) -> Tensor:
     return fingerprints([x])[0]
 
 
-@in_own_dtypes()
+@in_own_dtypes
 def fingerprints(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The `fingerprint` of each tensor."""
     signs: dict[tuple[torch.dtype, torch.device], Tensor] = {}

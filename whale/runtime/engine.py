@@ -612,7 +612,7 @@ class Engine:
                 found[name] = tuple(unlike)
         return found
 
-    @in_own_dtypes()
+    @in_own_dtypes
     def gradient_norm(self, norm_type: float = 2.0, names: Iterable[str] | None = None) -> Tensor:
         """The norm of gradients, in float64, the same on every rank; every element of the local model's counts once.
         All ranks must call it.

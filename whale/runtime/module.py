@@ -216,7 +216,7 @@ class ParallelModule(nn.Module):
         whole = dict(engine.whole(engine.tensors, names, None if to == "all" else 0))
         return {name: whole[first] for name, first in engine.aliases.items() if first in whole}
 
-    @in_own_dtypes()
+    @in_own_dtypes
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients, whole and dense, under the local model's names (a tied parameter once), on every rank.
 
@@ -251,7 +251,7 @@ class ParallelModule(nn.Module):
         if self.world_size > 1:
             self._whale.engine.register_comm_hook(CommHook.of(hook, state))
 
-    @in_own_dtypes()
+    @in_own_dtypes
     def drain(self) -> bool:
         """Leave the gradients of the oldest step whose sums are on their way, with ``parallelize(staleness=...)``.
 
@@ -275,7 +275,7 @@ class ParallelModule(nn.Module):
         """
         return self._whale.engine.unlike_copies()
 
-    @in_own_dtypes()
+    @in_own_dtypes
     def load_full_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load whole tensors under the local model's names: each rank takes its parts. Every rank must call it, with
         the same tensors.
@@ -376,7 +376,7 @@ class ParallelModule(nn.Module):
             if engine.world.device.type == "cuda":
                 torch.cuda.set_rng_state(device.clone().view(torch.uint8), engine.world.device)
 
-    @in_own_dtypes()
+    @in_own_dtypes
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most *max_norm*; returns the norm before, on every rank.
 

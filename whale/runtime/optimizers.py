@@ -306,7 +306,7 @@ def _in_words(sizes: Sequence[int]) -> str:
     return f"{len(sizes)} group{'s' * (len(sizes) != 1)} of {', '.join(map(str, sizes))} parameters"
 
 
-@in_own_dtypes()
+@in_own_dtypes
 def _check_elementwise(optimizer: Optimizer, owners: Mapping[int, tuple[Engine, str]]) -> None:
     """Refuse an optimizer whose updates of parts are not parts of the updates.
 

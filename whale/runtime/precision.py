@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,16 +17,30 @@ from whale.errors import UsageError
 
 __all__ = ["LossScaler", "in_own_dtypes", "without_autocast"]
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 @contextmanager
-def in_own_dtypes() -> Iterator[None]:
-    """Compute in the dtypes that tensors have, also where a script stands under ``torch.autocast``: what is computed
-    beside the model, such as a comparison, is none of what the script casts. It decorates functions too."""
+def _autocast_off() -> Iterator[None]:
     with ExitStack() as off:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 off.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def in_own_dtypes(function: F) -> F:
+    """Let a function compute in the dtypes that tensors have, also where a script stands under ``torch.autocast``: what
+    is computed beside the model, such as a comparison, is none of what the script casts."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+            return function(*args, **kwargs)
+        with _autocast_off():
+            return function(*args, **kwargs)
+
+    return cast(F, run)
 
 
 @contextmanager
@@ -47,7 +62,10 @@ def without_autocast(device: torch.device, precision: torch.dtype | None) -> Ite
             f"a step stands under torch.autocast with {_name(around)}, but {own}: write "
             f'parallelize(..., precision="{names.get(around, "bf16")}"), and leave torch.autocast out'
         )
-    with in_own_dtypes():
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with _autocast_off():
         yield
 
 
