@@ -34,6 +34,7 @@ from whale.compile.builder import CHECKED_RANKS, Builder, clock_of, warn_of
 from whale.compile.communicators import communicators
 from whale.compile.compile import compile_traced
 from whale.compile.options import Options
+from whale.compile.shared_memory import check_shared_memory
 from whale.compile.trace import precision_of, trace
 from whale.detection import alike, detect, detect_unlike, on_its_hosts, warn_of_other_devices
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
@@ -373,6 +374,7 @@ def parallelize(
             world, traced, detect(world) if cluster is None else described, described, options, **least
         )
     compilation = compile_traced(traced, described, options, device=launch.device)
+    check_shared_memory(model, compilation)
     if cuda_graphs and compilation.offloads_activations:
         raise UsageError(
             'cuda_graphs=True keeps in place what forwards keep, and offload="activations" puts it on the host: leave '

@@ -172,8 +172,10 @@ _TRANSFORMS = ("_add_batch_dim", "_remove_batch_dim")
 
 
 def check_static(graph: fx.Graph, name: str) -> None:
-    """Refuse a graph in which a number or a shape depends on a tensor's values."""
-    for node in graph.nodes:
+    """Refuse a graph in which a number or a shape depends on a tensor's values, as in the regions without gradients."""
+    owner = graph.owning_module
+    regions = [m.graph for m in owner.modules() if isinstance(m, fx.GraphModule) and m is not owner] if owner else []
+    for node in (node for one in (graph, *regions) for node in one.nodes):
         values = node.meta.get("val")
         for value in values if isinstance(values, (tuple, list)) else (values,):
             dynamic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
