@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,15 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if FOLDER not in os.environ:
         folder = os.environ[FOLDER] = tempfile.mkdtemp(prefix="whale-graphs-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-
-
-@pytest.fixture(scope="module")
-def traces() -> Iterator[None]:
-    """Models are traced once for all that is made of them in a module of tests."""
-    from tests.distributed.traces import shared
-
-    with shared():
-        yield
 
 
 def pytest_collection_finish() -> None:

@@ -32,7 +32,7 @@ from whale.graph.copies import model_copy
 from whale.graph.custom_functions import checking_functions
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.losses import any_sum, pick_loss
-from whale.graph.nodes import node_copy
+from whale.graph.nodes import inner_modules, node_copy
 from whale.graph.numbers import numbers_to_tensors
 from whale.graph.origins import SourceLine, located, modules_around, place_of_forward, place_of_node
 from whale.graph.precision import Autocast, under_autocast, write_casts
@@ -508,7 +508,7 @@ _BLANKS = {
 def _mutates(graph: fx.Graph) -> bool:
     """Whether an operator changes its arguments, beyond the harmless ``detach_`` of a fresh constant. Writes into an
     unaliased empty tensor become values of their own first, which saves a second trace of the model."""
-    for module in [graph.owning_module, *_submodules(graph)]:
+    for module in [graph.owning_module, *inner_modules(graph)]:
         written = set[fx.Node]()
         for node in module.graph.nodes if module is not None else ():
             schema = getattr(node.target, "_schema", None)
@@ -529,7 +529,7 @@ def _mutates(graph: fx.Graph) -> bool:
 
 def _detach_regions(graph: fx.Graph) -> None:
     """Detach the inputs of regions under ``no_grad``: a functionalized program has no such regions any more."""
-    for module in [graph.owning_module, *_submodules(graph)]:
+    for module in [graph.owning_module, *inner_modules(graph)]:
         for node in list(module.graph.nodes) if module is not None else ():
             if getattr(node.target, "__name__", "") != "wrap_with_set_grad_enabled" or node.args[0]:
                 continue
@@ -575,11 +575,6 @@ def _note_lines(graph: fx.Graph, lines: Mapping[str, str]) -> None:
 
 def _has_values(model: nn.Module) -> bool:
     return any(not parameter.is_meta for parameter in model.parameters())
-
-
-def _submodules(graph: fx.Graph) -> list[fx.GraphModule]:
-    owner = graph.owning_module
-    return [m for m in owner.modules() if isinstance(m, fx.GraphModule) and m is not owner] if owner else []
 
 
 def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, leaves: Sequence[str]) -> Captured:

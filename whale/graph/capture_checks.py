@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from whale.errors import CaptureError, UsageError
+from whale.graph.nodes import inner_modules
 from whale.graph.origins import located, place_of_forward, place_of_node
 from whale.graph.refusing import NO_TRANSFORMS, OWN_GENERATOR
 
@@ -173,9 +174,7 @@ _TRANSFORMS = ("_add_batch_dim", "_remove_batch_dim")
 
 def check_static(graph: fx.Graph, name: str) -> None:
     """Refuse a graph in which a number or a shape depends on a tensor's values, as in the regions without gradients."""
-    owner = graph.owning_module
-    regions = [m.graph for m in owner.modules() if isinstance(m, fx.GraphModule) and m is not owner] if owner else []
-    for node in (node for one in (graph, *regions) for node in one.nodes):
+    for node in (node for one in (graph, *(m.graph for m in inner_modules(graph))) for node in one.nodes):
         values = node.meta.get("val")
         for value in values if isinstance(values, (tuple, list)) else (values,):
             dynamic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

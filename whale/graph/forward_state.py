@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
 from whale.graph.code_names import Named, hooks_of, names_in_code
+from whale.graph.nodes import inner_modules
 from whale.graph.origins import SourceLine, is_model, located, place_of_frame, place_of_node
 from whale.graph.reach import REACHED, WATCHES, Reach, Same, untraced
 
@@ -455,10 +456,8 @@ Listing = list[tuple[fx.Node, Hashable]]
 
 def graph_listing(graph: fx.Graph) -> Listing:
     """The nodes of a graph and of the graphs inside of it, each with a text that is equal for equal operators."""
-    owner = graph.owning_module
-    inner = [m.graph for m in owner.modules() if isinstance(m, fx.GraphModule)] if owner is not None else [graph]
     found: list[tuple[fx.Node, Hashable]] = []
-    for one in inner:
+    for one in (graph, *(m.graph for m in inner_modules(graph))):
         number = {node: i for i, node in enumerate(one.nodes)}
         for node in one.nodes:
             args = fx.map_arg((node.args, node.kwargs), functools.partial(_numbered, number))

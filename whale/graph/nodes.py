@@ -12,7 +12,13 @@ from typing import Any
 
 from torch import fx, nn
 
-__all__ = ["copy_of_root", "create_node", "node_copy"]
+__all__ = ["copy_of_root", "create_node", "inner_modules", "node_copy"]
+
+
+def inner_modules(graph: fx.Graph) -> list[fx.GraphModule]:
+    """The modules of the graphs inside of a graph, as of regions without gradients."""
+    owner = graph.owning_module
+    return [m for m in owner.modules() if isinstance(m, fx.GraphModule) and m is not owner] if owner else []
 
 
 def create_node(

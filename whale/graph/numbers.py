@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from whale.errors import CaptureError
 from whale.graph.canonical import emit
+from whale.graph.nodes import inner_modules
 
 __all__ = ["NotANumber", "numbers_to_tensors"]
 
@@ -114,12 +115,6 @@ def _compare(
         args = fx.map_arg((a.args, a.kwargs), lambda n: values[n] if n in values else names.get(n, n))
         if a.target != b.target or repr(args) != repr((b.args, b.kwargs)):
             raise NotANumber(f"{b.target} depends on the number's value")
-    inner = [_inner(one) for one in (graph, constant)]
+    inner = [[str(m.graph) for m in inner_modules(one)] for one in (graph, constant)]
     if len(own) != len(other) or inner[0] != inner[1]:
         raise NotANumber("the operators depend on the number's value")
-
-
-def _inner(graph: fx.Graph) -> list[str]:
-    """The graphs inside of a graph, as of regions without gradients."""
-    owner = graph.owning_module
-    return [str(m.graph) for m in owner.modules() if isinstance(m, fx.GraphModule) and m is not owner] if owner else []

@@ -313,9 +313,7 @@ class Attributes:
     @staticmethod
     def _has_names(x: Any) -> bool:
         """Whether an object has attributes that are looked at."""
-        if isinstance(x, (*_ATOMS, *_CONTAINERS, Tensor, MethodType, CopiedFunction, partial, ref)) or not hasattr(
-            x, "__dict__"
-        ):
+        if isinstance(x, (*_ATOMS, *_CONTAINERS, *_FOLLOWED, Tensor)) or not hasattr(x, "__dict__"):
             return False
         return type(x).__module__.partition(".")[0] != "torch" or isinstance(x, nn.Module)
 
