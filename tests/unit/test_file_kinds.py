@@ -21,11 +21,11 @@ CLUSTER = '[[nodes]]\ndevices = 2\ndevice = "T4"\n'
 @pytest.mark.parametrize(
     ("read", "text", "says"),
     [
-        (ModelProfile.parse, PLAN, "the file is a plan, as .*; not a profile of a model"),
-        (ModelProfile.parse, RECORD, "the file is the record of a search, as .*; not a profile of a model"),
-        (Plan.parse, RECORD, "the file is the record of a search, as .*; not a plan"),
-        (lambda text: Cluster.parse(text, "json"), PLAN, "the file is a plan, as .*; not a description of a cluster"),
-        (Jobs.parse, CLUSTER, "the file is a description of a cluster; not a list of jobs"),
+        (ModelProfile.parse, PLAN, "the file is a plan, as .*, not a profile of a model"),
+        (ModelProfile.parse, RECORD, "the file is the record of a search, as .*, not a profile of a model"),
+        (Plan.parse, RECORD, "the file is the record of a search, as .*, not a plan"),
+        (lambda text: Cluster.parse(text, "json"), PLAN, "the file is a plan, as .*, not a description of a cluster"),
+        (Jobs.parse, CLUSTER, "the file is a description of a cluster, not a list of jobs"),
         (Plan.parse, PLAN.replace("world_size", "world_sise"), "unknown key 'world_sise'; did you mean 'world_size'"),
     ],
 )

@@ -106,3 +106,18 @@ def test_a_region_without_gradients_may_not_read_values() -> None:
 
     with pytest.raises(CaptureError, match="Indexed cannot be captured: .* depends on a tensor's values"):
         whale.parallelize(Indexed(), X, device="cpu")
+
+
+def test_a_parameter_that_the_loss_does_not_read_may_share_the_memory_of_one_that_it_reads() -> None:
+    class Unread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(6, 6, dtype=torch.float64)
+            self.kept = nn.Parameter(self.layer.weight.detach()[0])
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x).square().mean()
+
+    local = Unread()
+    assert whale.parallelize(local, X, device="cpu").train_step(X).item() == pytest.approx(local(X).item(), rel=1e-12)

@@ -38,7 +38,7 @@ def check_shared_memory(model: nn.Module, compilation: Compilation) -> None:
     parts = [compilation.local_parameters(rank) for rank in ranks]
 
     def is_whole(name: str) -> bool:
-        if not isinstance(tensors[name], nn.Parameter):
+        if not any(name in part for part in parts):  # a buffer, or a parameter that the loss does not read
             return True
         return all(name in part and part[name].shape == tensors[name].shape for part in parts)
 
@@ -49,7 +49,7 @@ def check_shared_memory(model: nn.Module, compilation: Compilation) -> None:
             rest = other if name == one else one
             raise UsageError(
                 f"the forward writes to the buffer {name}, which shares memory with {rest}: a step has a tensor for "
-                f"each; keep one of them, and let the forward take the other as a view of it"
+                "each; keep one of them, and let the forward take the other as a view of it"
             )
         trained = next((name for name in (one, other) if tensors[name].requires_grad), None)
         if trained and (compilation.units or not (is_whole(one) and is_whole(other))):
@@ -67,11 +67,11 @@ def _sharing(tensors: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
         for name, x in tensors.items()
         if not x.is_meta and x.numel() and not x.is_sparse
     )
-    open_: list[_Stretch] = []
+    before: list[_Stretch] = []
     for stretch in stretches:
-        open_ = [one for one in open_ if one.stop > stretch.start]
-        yield from ((one.name, stretch.name) for one in open_)
-        open_.append(stretch)
+        before = [one for one in before if one.stop > stretch.start]
+        yield from ((one.name, stretch.name) for one in before)
+        before.append(stretch)
 
 
 def _extent(x: Tensor) -> int:

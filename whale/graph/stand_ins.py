@@ -225,8 +225,8 @@ def _is_place(part: Any) -> bool:
     return isinstance(part, Tensor) and part.ndim == 0 and part.dtype in _WHOLE
 
 
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-"""Dtypes of whole numbers; one of 8 bits without dims is a place, not a mask."""
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
+"""Dtypes of places; a tensor of uint8 without dims is a mask."""
 
 
 def _known_places(mask: Any) -> Tensor | None:

@@ -36,8 +36,8 @@ def said_of_another_kind(keys: Collection[str], wanted: str) -> str | None:
     to be.
 
     >>> said_of_another_kind(["format_version", "name", "layers", "kinds"], "Jobs")
-    "the file is a profile of a model, as 'whale profile model' writes it; not a list of jobs"
+    "the file is a profile of a model, as 'whale profile model' writes it, not a list of jobs"
     >>> said_of_another_kind(["world_size", "anything"], "Jobs")
     """
     found = next((kind for kind, own in _KEYS.items() if all(key in keys for key in own)), wanted)
-    return None if found == wanted else f"the file is {_WORDS[found]}; not {_WORDS.get(wanted, 'what is needed')}"
+    return None if found == wanted else f"the file is {_WORDS[found]}, not {_WORDS.get(wanted, 'what is needed')}"
