@@ -36,6 +36,9 @@ from whale.planner.search.table import CostTable
 
 __all__ = ["best_plan"]
 
+MOST_PRICED = 1_000_000
+"""Replicas with numbers of rows that are priced: all."""
+
 SLACK = 1e-9
 """A bound this much below the best, as a part of it, is no hope."""
 
@@ -49,7 +52,7 @@ def best_plan(
     """
     prices = CostModel.of(profile, cluster, precision=settings.precision, optimizer=settings.optimizer, batch=batch)
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
-    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain, exact_rows=batch)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain, most_exact=MOST_PRICED)
     counts = [settings.micro_batches] if settings.micro_batches else {-(-batch // rows) for rows in range(1, batch + 1)}
     most = min(len(chain), len(cluster.devices), settings.max_stages or len(chain))
     best, found = known, None

@@ -74,9 +74,7 @@ class PlanSums(PlanKinds):
             group = tuple(rank for index in owners for rank in self.stages[index].data_group)
             if prices.runs and self._are_unlike(owners):  # then it is whole on each rank, and all of them sum it
                 degree, group = 1, tuple(rank for index in owners for rank in self.stages[index].ranks)
-            seconds = prices.over("all_reduce", group, degree, shared / degree * size)
-            if prices.combines:
-                seconds = prices.all_reduce(group, degree, shared / degree * size)
+            seconds = prices.tied_sum(group, degree, shared / degree * size)
             ranks = tuple(kind.rank for index in owners for kind in self.kinds[index])
             yield Reduction(ranks=ranks, stages=owners, bytes=round(shared / degree * size), seconds=seconds)
 

@@ -389,6 +389,13 @@ class CostModel(DeviceGroups):
         message = self.message_bytes(ranks, num_bytes, degree, layers, divided=kind != "all_reduce")
         return num_bytes / message * self.over(kind, ranks, degree * beside, message)
 
+    def tied_sum(self, ranks: Sequence[int], degree: int, num_bytes: float) -> float:
+        """Seconds to sum the gradient of a parameter over stages that share it: one message, beside *degree* - 1 like
+        it."""
+        if self.combines:
+            return self.all_reduce(ranks, degree, num_bytes)
+        return self.over("all_reduce", ranks, degree, num_bytes)
+
     @property
     def combines(self) -> bool:
         """Whether gradients of replicas are combined by Adasum."""

@@ -7,6 +7,7 @@ Rows are exact: those with which the slowest slice of a stage is done first and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from whale.errors import InfeasibleError
 from whale.ir.state import StateSharding
@@ -17,20 +18,33 @@ from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.evaluate import fitted
 from whale.planner.search.partial_plans import PartialPlan
 from whale.planner.search.problem import Candidate, StageChoice
-from whale.planner.search.space import Mesh, lay_out
+from whale.planner.search.space import Mesh, layouts
 from whale.planner.search.table import CostTable
 
 __all__ = ["fastest_rows", "laid_out"]
 
 
 def laid_out(meshes: CostTable, draft: PartialPlan, batch: int) -> Candidate:
-    """Place the partial plan on ranks and simulate it."""
-    bounds = meshes.chain.bounds
-    ends = (*draft.starts[1:], len(meshes.chain))
+    """Place the partial plan on ranks and simulate it: stages within nodes, or one after the other on their devices,
+    whichever takes less."""
+    bounds, ends = meshes.chain.bounds, (*draft.starts[1:], len(meshes.chain))
+    layers = [range(bounds[first], bounds[end]) for first, end in zip(draft.starts, ends, strict=True)]
+    chosen = [_needed(meshes.prices, mesh, own) for mesh, own in zip(draft.meshes, layers, strict=True)]
+    draft = replace(draft, meshes=tuple(chosen))
+    found = [_placed(meshes, draft, batch, layers, placed) for placed in layouts(meshes.pools, chosen)]
+    return min(found, key=lambda one: (not one.prediction.fits, one.prediction.step_seconds))
+
+
+def _placed(
+    meshes: CostTable,
+    draft: PartialPlan,
+    batch: int,
+    every: Sequence[range],
+    placed: Sequence[Sequence[tuple[int, ...]]],
+) -> Candidate:
+    """The partial plan with the layers of its stages, and the ranks of their data slices, simulated."""
     stages = []
-    every = [range(bounds[first], bounds[end]) for first, end in zip(draft.starts, ends, strict=True)]
-    chosen = [_needed(meshes.prices, mesh, layers) for mesh, layers in zip(draft.meshes, every, strict=True)]
-    for stage, (mesh, layers, groups) in enumerate(zip(chosen, every, lay_out(meshes.pools, chosen), strict=True)):
+    for stage, (mesh, layers, groups) in enumerate(zip(draft.meshes, every, placed, strict=True)):
         held = in_flight(draft.schedule, len(draft.meshes), stage, draft.micro_batches)
         priced = [meshes.prices.group(ranks, mesh.data, mesh.expert, mesh.context) for ranks in groups]
         rows = fastest_rows(

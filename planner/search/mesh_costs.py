@@ -210,6 +210,11 @@ class MeshCosts:
         ]
         return max(parts) / max(min(parts), 1e-12)
 
+    def update_in(self, first: int, last: int) -> float:
+        """Seconds of the optimizer for parts [first, last)."""
+        _, _, update, *_ = self._lists
+        return update[last] - update[first]
+
     def met_in(self, first: int, last: int) -> tuple[float, float]:
         """Seconds forward and backward of the collectives between slices in parts [first, last)."""
         if self.met is None:

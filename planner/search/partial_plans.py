@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import inf
 from typing import NamedTuple, TypeVar
 
@@ -104,13 +104,16 @@ def _degrees_of(meshes: tuple[Mesh, ...]) -> str:
 
 class Times(NamedTuple):
     """Seconds of the stages of a partial plan: forward and backward of a micro-batch, p2p time to the next stage (and
-    as much back), and once per step; and the rows of the last micro-batch, relative to the others."""
+    as much back), once per step, and of that the optimizer's; the rows of the last micro-batch, relative to the others;
+    and the part of p2p times that is latency."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     hops: tuple[float, ...]
     once: tuple[float, ...]
+    update: tuple[float, ...]
     last_share: float
+    latencies: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +148,9 @@ class Scored:
         if self.exact or not self.fits:
             return self
         count, schedule, times = self.draft.micro_batches, self.draft.schedule, self.times
-        ends = pipeline_ends(*times[:3], count, schedule, last_share=times.last_share)
-        step = max(end + after for end, after in zip(ends, times.once, strict=True))
-        return replace(self, seconds=max(self.seconds, step + self.overhead), exact=True)
+        ends = pipeline_ends(*times[:3], count, schedule, last_share=times.last_share, latencies=times.latencies)
+        steps = (max(own + once, sent + update) for own, sent, once, update in zip(*ends, *times[3:5], strict=True))
+        return replace(self, seconds=max(self.seconds, max(steps) + self.overhead), exact=True)
 
 
 def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
@@ -156,32 +159,48 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     rows = meshes.rows(batch, count)
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
     parts = list(draft.stages(len(meshes.chain)))
-    stages, held, before = [], _held(draft.schedule, depth, count), None
+    stages, updates, held, before = [], [], _held(draft.schedule, depth, count), None
     for stage, (mesh, first, last) in enumerate(parts):
         if mesh is not before:
             before, costs = mesh, meshes.costs(mesh, rows, count)
         stages.append(meshes.stage_on(costs, rows, count, (first, last), held[stage]))
+        updates.append(costs.update_in(first, last))
     forward, backward, once, fullness = zip(*stages, strict=True)
-    if meshes.tied and depth > 1:
-        once = with_tied_sums(meshes, parts, once, rows, count)
     ways = zip(draft.meshes, draft.meshes[1:], meshes.near_hops(draft.meshes), strict=False)
-    sent = _for_each(ways, lambda way: meshes.hops(*way[:2], rows, count, way[2]))
-    hops = tuple(seconds[part] / 2 for seconds, part in zip(sent, draft.starts[1:], strict=True))
+    sent = _for_each(ways, lambda way: meshes.ways(*way[:2], rows, count, way[2]))
+    hops, latencies = (
+        tuple(each[which][part] / 2 for each, part in zip(sent, draft.starts[1:], strict=True)) for which in (0, 1)
+    )
     if meshes.prices.exchanges and meshes.prices.profile.skips:
-        ends = (*draft.starts[1:], len(meshes.chain))
-        hops = tuple(
-            hop * meshes.direct_part(first, part, end, rows)
-            for hop, first, part, end in zip(hops, draft.starts, ends, ends[1:], strict=False)
-        )
-    times = Times(forward, backward, (*hops, 0.0), once, share)
+        shares = _sent_beside(meshes, draft.starts, rows)
+        hops = tuple(late + (hop - late) * own for hop, late, own in zip(hops, latencies, shares, strict=True))
+    if meshes.tied and depth > 1:
+        late = [share * (own + hop) for own, hop in zip(backward, (*hops, 0.0), strict=True)]
+        once = with_tied_sums(meshes, parts, once, late, rows, count)
+    times = Times(forward, backward, (*hops, 0.0), once, tuple(updates), share, (*latencies, 0.0))
     loads = tuple(
         (count - 1 + share) * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)
     )
     least = pipeline_bound(*times[:4], count, draft.schedule, last_share=share)
-    overhead = meshes.prices.step_overhead
+    overhead = meshes.overhead(draft.meshes)
     return Scored(
         draft=draft, times=times, seconds=least + overhead, fullness=max(fullness), loads=loads, overhead=overhead
     )
+
+
+def _sent_beside(meshes: CostTable, starts: Sequence[int], rows: int) -> list[float]:
+    """For each stage but the last how long its messages to and from the next take, as a part of the time of all that
+    crosses their cut: what it sends to later stages goes another way, but leaves a device at the same time, and so do
+    gradients to earlier ones. Messages that leave together have equal parts of the bandwidth."""
+    stages = list(pairwise((*starts, len(meshes.chain))))
+    sent = [[meshes.handed_bytes(one, other, rows) for other in stages[at + 1 :]] for at, one in enumerate(stages)]
+    found = []
+    for at, (_, part) in enumerate(stages[:-1]):
+        whole, (own, *others) = meshes.whole_bytes(part, rows), sent[at]
+        back = [sent[before][at - before] for before in range(at)]  # from the next stage
+        beside = sum(min(own, size) for size in (*others, *back)) / 2
+        found.append(min(1.0, own / whole) * (1 + beside / own) if whole and own else 1.0)
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from itertools import pairwise, product
+from itertools import chain, groupby, islice, pairwise, product
 from math import inf, isqrt
 from random import Random
 from typing import NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from whale.planner.search.effort import THOROUGH
 from whale.planner.search.families import EvenPace, Family, Outlook, fit_divisions, outlooks
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import (
+    PartialPlan,
     Scored,
     Times,
     best_cuts,
@@ -77,8 +78,8 @@ SURELY_SLOWER = 1.15
 """Ratio to the best simulated step above which a partial plan's own time makes it no rival: on ranks it is rarely as
 much faster."""
 
-MOST_EXCHANGED = 16
-"""Pairs of neighbours of the best plan that are exchanged at last."""
+MOST_EXCHANGED = 24
+"""Exchanges of neighbours in the best plan that are tried at last."""
 
 
 class _Lacking(NamedTuple):
@@ -170,12 +171,12 @@ class PlanSearch(Scoreboard):
             self.scores.clear()
             self._drafts(micro_batches, max_stages)
         most = self.stages_scored + self.effort.stages_descended
-        starts = best_timed(self.best.values(), self.effort.refined // 3, key=lambda draft: draft.micro_batches)
-        for start in dict.fromkeys([*self._leading(2), *starts, *self._leading(self.effort.refined)]):
+        starts = best_timed(self.best.values(), self.effort.refined // 3, key=_kind)
+        for start in dict.fromkeys([*self._leading(1), *starts, *self._leading(self.effort.refined)]):
             if self.stages_scored < most:
                 self._refine(start, micro_batches, max_stages)
         self._restart(micro_batches, max_stages)
-        self._reorder()
+        self._reorder(micro_batches, max_stages)
         candidates, near = self._simulated()
         return [*candidates, *self._in_one_region(candidates)], near
 
@@ -255,21 +256,20 @@ class PlanSearch(Scoreboard):
             self._refine(start, micro_batches, max_stages)
             vain, best = (vain + 1 if self._best_seconds() >= best else 0), self._best_seconds()
 
-    def _reorder(self) -> None:
-        """Exchange unlike neighbours in the best plan as long as that helps: which of them comes first changes what
-        messages wait for, and a descent only exchanges at its bottleneck."""
+    def _reorder(self, micro_batches: Sequence[int], max_stages: int) -> None:
+        """Exchange neighbours in the best plan, different stages or whole runs of alike ones, and descend from
+        there, as long as that helps: which of them comes first changes what messages wait for and how often they leave
+        a node, and a descent only exchanges single stages at its bottleneck."""
         while self.best and not self._over():
             leading = self._leading(1)[0]
             draft = leading.draft
-            unlike = [place for place, (one, other) in enumerate(pairwise(draft.meshes)) if one != other]
-            for place in unlike[:MOST_EXCHANGED]:
-                meshes = list(draft.meshes)
-                meshes[place : place + 2] = meshes[place + 1], meshes[place]
-                sequence = tuple(meshes)
+            for sequence in islice(_reorders(draft.meshes), MOST_EXCHANGED):
                 self._cut(sequence, draft.micro_batches, draft.schedule)
                 self._note(self._scored(sequence, draft.starts, draft.micro_batches, draft.schedule))
-            if self._leading(1)[0] is leading:
+            better = self._leading(1)[0]
+            if better is leading:
                 break
+            self._refine(better, micro_batches, max_stages)
 
     def _refine(self, start: Scored, micro_batches: Sequence[int], max_stages: int) -> None:
         most = self.stages_scored + self.effort.stages_refined
@@ -524,6 +524,28 @@ class PlanSearch(Scoreboard):
 def step_seconds(candidate: Candidate) -> float:
     """Return the seconds of a candidate's step: a sort key."""
     return candidate.prediction.step_seconds
+
+
+def _kind(draft: PartialPlan) -> tuple[int, bool]:
+    """Micro-batches, and whether there are several stages: few moves lead from one kind to another."""
+    return draft.micro_batches, len(draft.meshes) > 1
+
+
+def _reorders(meshes: Sequence[Mesh]) -> Iterator[tuple[Mesh, ...]]:
+    """The meshes with neighbouring runs of alike ones exchanged, whole or a single stage of each.
+
+    >>> a, b = Mesh((1, 0), 1), Mesh((0, 1), 1)
+    >>> list(_reorders((a, b, b))) == [(b, b, a), (b, a, b)]
+    True
+    """
+    runs = [tuple(alike) for _, alike in groupby(meshes)]
+    whole, single = [], []
+    for place, (one, other) in enumerate(pairwise(runs)):
+        before, after = tuple(chain(*runs[:place])), tuple(chain(*runs[place + 2 :]))
+        whole.append((*before, *other, *one, *after))
+        single.append((*before, *one[1:], other[0], one[-1], *other[1:], *after))
+    found = dict.fromkeys((*whole, *single))
+    return iter([sequence for sequence in found if sequence != tuple(meshes)])
 
 
 def _unlike(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -31,23 +31,24 @@ BUCKETS = (0, 2, 4)
 """Buckets of parameters and gradients that are whole at a time at each level of dividing state, beside what is kept and
 one that is filled (`whale.planner.cost.plan_memory` counts them)."""
 
-EXACT_ROWS = 4
-"""Largest number of rows whose times are not interpolated, because launches and tiles make them uneven there."""
+MOST_EXACT = 1_000
+"""Prices of layers on replicas with numbers of rows other than powers of two. Times between these are uneven, by up to
+a third, because kernels run in waves of tiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaTable(MeshSpace):
-    """Costs of replicas, each computed once. Up to ``exact_rows`` rows times are not interpolated; with ``any_hosts``
-    these hold all that is on them."""
+    """Costs of replicas, each computed once. Times of the first ``most_exact`` replicas with numbers of rows are not
+    interpolated; with ``any_hosts`` hosts hold all that is on them."""
 
-    exact_rows: int = EXACT_ROWS
+    most_exact: int = MOST_EXACT
     any_hosts: bool = False
     _slices: dict[Any, ReplicaCosts] = field(default_factory=dict, init=False)
     _tables: dict[Any, Array] = field(default_factory=dict, init=False)
     _parts: dict[Any, Array] = field(default_factory=dict, init=False)
     _commonest_held: dict[tuple[Mesh, int, int], list[int]] = field(default_factory=dict, init=False)
     _targets: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict, init=False)
-    _direct_parts: dict[tuple[int, int, int, int], float] = field(default_factory=dict, init=False)
+    _handed_bytes: dict[tuple[tuple[int, int], tuple[int, int], int], float] = field(default_factory=dict, init=False)
     _held_shares: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict, init=False)
     _lists: dict[Any, list[list[float]]] = field(default_factory=dict, init=False)
     _nums: dict[tuple[int, int], list[float]] = field(default_factory=dict, init=False)
@@ -210,7 +211,7 @@ class ReplicaTable(MeshSpace):
 
     @cached_property
     def _row_table(self) -> RowTable:
-        return RowTable(self._priced, len(self.prices.profile.kinds), self.exact_rows)
+        return RowTable(self._priced, len(self.prices.profile.kinds), self.most_exact)
 
     def _priced(self, group: TensorGroup, rows: int, micro_batches: int) -> Array:
         """`_table` of a number of rows that is priced, for as many micro-batches that accumulate gradients."""
@@ -367,26 +368,27 @@ class ReplicaTable(MeshSpace):
             self._held_shares[key] = shares[0], shares[1]
         return self._held_shares[key]
 
-    def direct_part(self, first: int, part: int, end: int, rows: int) -> float:
-        """The part of what crosses a cut that the stage before it, of parts [first, part), sends to the next one, of
-        parts [part, end); the rest goes from or to other stages."""
-        key = (first, part, end, rows)
-        if key not in self._direct_parts:
-            start, cut, stop = (self.chain.bounds[at] for at in (first, part, end))
-            whole = self.prices.output_bytes(cut - 1, rows)
-            sent = self.prices.handed_on(range(start, cut), range(cut, stop), rows)
-            self._direct_parts[key] = min(1.0, sent / whole) if whole else 1.0
-        return self._direct_parts[key]
+    def handed_bytes(self, source: tuple[int, int], target: tuple[int, int], rows: int) -> float:
+        """Bytes that a stage of parts [first, last) sends to a later one, of the whole rows."""
+        key = (source, target, rows)
+        if key not in self._handed_bytes:
+            bounds = self.chain.bounds
+            layers, others = (range(bounds[first], bounds[last]) for first, last in (source, target))
+            self._handed_bytes[key] = self.prices.handed_on(layers, others, rows)
+        return self._handed_bytes[key]
+
+    def whole_bytes(self, part: int, rows: int) -> float:
+        """Bytes that cross a cut before a part."""
+        return self.prices.output_bytes(self.chain.bounds[part] - 1, rows)
 
     def _targets_of(self, group: TensorGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ranks of a replica on another node if there is one, to which a group hands on, and of one on the same node if
-        there is room for it, else the same; nothing, where there are no other ranks."""
+        """Ranks on another node if there is one, to which a group hands on, and another of the same node if there is
+        one, else the same; nothing, where there are no other ranks."""
         if group.kind not in self._targets:
             node = self.prices.cluster.node_of(group.ranks[0])
             far = self._elsewhere(group.ranks)
             other = next((rank for rank in node.ranks if rank not in group.ranks), None)
-            room = other is not None and 2 * group.degree <= len(node.ranks)
-            self._targets[group.kind] = far, (other,) * len(group.ranks) if other is not None and room else far
+            self._targets[group.kind] = far, far if other is None else (other,) * len(group.ranks)
         return self._targets[group.kind]
 
     def _handed(self, rows: float) -> Array:

@@ -28,6 +28,7 @@ __all__ = [
     "Replicas",
     "degrees_text",
     "lay_out",
+    "layouts",
     "pools_of",
     "replicas_of",
     "with_more",
@@ -70,9 +71,26 @@ class Pool:
         return tuple(rank for node in self.nodes for rank in node)
 
     @cached_property
+    def node_of(self) -> dict[int, int]:
+        """The position of each rank's node."""
+        return {rank: place for place, node in enumerate(self.nodes) for rank in node}
+
+    @cached_property
     def per_node(self) -> int:
         """The most that a node has."""
         return max(map(len, self.nodes))
+
+    def leads(self, size: int) -> list[int]:
+        """Places in `ranks` where groups of *size* devices begin, as `lay_out` forms them of all that it has: within
+        nodes, if these have room for any."""
+        if size > self.per_node:
+            return list(range(0, len(self.ranks), size))
+        found: list[int] = []
+        begin = 0
+        for node in self.nodes:
+            found += range(begin, begin + len(node) - size + 1, size)
+            begin += len(node)
+        return found
 
     @property
     def alike(self) -> bool:
@@ -180,20 +198,57 @@ def replicas_of(mesh: Mesh) -> tuple[Replicas, ...]:
     return tuple(found)
 
 
-def lay_out(pools: Sequence[Pool], meshes: Sequence[Mesh]) -> list[list[tuple[int, ...]]]:
+def layouts(pools: Sequence[Pool], meshes: Sequence[Mesh]) -> list[list[list[tuple[int, ...]]]]:
+    """Layouts to choose from, the likeliest first: stages that follow each other on the devices of a pool; and where
+    one then lies in several nodes that a node has room for, before it one with stages within nodes."""
+    along = lay_out(pools, meshes)
+    if any(_straddles(pools, mesh, groups) for mesh, groups in zip(meshes, along, strict=True)):
+        within = lay_out(pools, meshes, whole=True)
+        return [within, along] if within != along else [along]
+    return [along]
+
+
+def _straddles(pools: Sequence[Pool], mesh: Mesh, groups: Sequence[tuple[int, ...]]) -> bool:
+    """Whether devices of a pool lie in several nodes where one has room for all of the mesh."""
+    for pool, count in zip(pools, mesh.counts, strict=True):
+        if 1 < count <= pool.per_node:
+            places = (pool.node_of.get(rank) for group in groups for rank in group)
+            if len({place for place in places if place is not None}) > 1:
+                return True
+    return False
+
+
+def lay_out(pools: Sequence[Pool], meshes: Sequence[Mesh], *, whole: bool = False) -> list[list[tuple[int, ...]]]:
     """The data slices of each stage as ranks, ascending within a group and from group to group at every place.
 
-    Groups of large degrees choose first, so that small ones do not split nodes that they need whole.
+    Groups of large degrees choose first, so that small ones do not split nodes that they need whole. If *whole*, large
+    stages do too, and each lies in the first node that has room for it; else stages follow each other on the devices of
+    a pool.
     """
+
+    def order(stage: int) -> tuple[int, int, int]:
+        mesh = meshes[stage]
+        return -mesh.size, -sum(mesh.counts) if whole else 0, stage
+
     free = [[list(node) for node in pool.nodes] for pool in pools]
     found: list[list[tuple[int, ...]]] = [[] for _ in meshes]
-    for stage in sorted(range(len(meshes)), key=lambda stage: (-meshes[stage].size, stage)):
+    for stage in sorted(range(len(meshes)), key=order):
+        if whole:
+            for nodes, count in zip(free, meshes[stage].counts, strict=True):
+                _put_first(nodes, count)
         groups: list[list[int]] = []
         for part in replicas_of(meshes[stage]):
             for _ in range(part.num):
                 groups.append([rank for pool, count in enumerate(part.counts) for rank in _take(free[pool], count)])
         found[stage] = _ascending(groups, meshes[stage].size)
     return found
+
+
+def _put_first(nodes: list[list[int]], count: int) -> None:
+    """Put the first node that has room for all *count* ranks of a stage before the others, if there is one."""
+    place = next((place for place, node in enumerate(nodes) if len(node) >= count), 0)
+    if count and place:
+        nodes.insert(0, nodes.pop(place))
 
 
 def _take(nodes: list[list[int]], count: int) -> list[int]:

@@ -27,7 +27,7 @@ from whale.planner.network.links import inter_node_kind
 from whale.planner.search.mesh_costs import Array, MeshCosts, ReplicaCosts, added_by_sums
 from whale.planner.search.replica_table import ReplicaTable, total
 from whale.planner.search.row_table import BACKWARD, FAR, FORWARD, NEAR, UPDATE
-from whale.planner.search.space import Division, Mesh, lay_out, replicas_of
+from whale.planner.search.space import Division, Mesh, layouts, replicas_of
 
 __all__ = ["MOST_SAMPLED", "Array", "CostTable", "Pace"]
 
@@ -69,12 +69,14 @@ class CostTable(ReplicaTable):
     by_memory: bool = False
     _costs: dict[Any, MeshCosts] = field(default_factory=dict, init=False)
     _firsts: dict[Any, int] = field(default_factory=dict, init=False)
-    _hops: dict[Any, list[float]] = field(default_factory=dict, init=False)
+    _hops: dict[Any, tuple[list[float], list[float]]] = field(default_factory=dict, init=False)
     _loads: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
     _hop_factors: dict[tuple[int, Mesh], tuple[float, float]] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _near: dict[tuple[Mesh, ...], list[bool]] = field(default_factory=dict, init=False)
+    _overheads: dict[tuple[int, ...], float] = field(default_factory=dict, init=False)
     _samples: dict[Mesh, Sample] = field(default_factory=dict, init=False)
+    _leads: dict[tuple[int, int], list[int]] = field(default_factory=dict, init=False)
     _gradient_sums: dict[Mesh, GradientSums] = field(default_factory=dict, init=False)
     _paces: dict[Any, Pace] = field(default_factory=dict, init=False)
     _work: dict[Any, Pace] = field(default_factory=dict, init=False)
@@ -228,18 +230,26 @@ class CostTable(ReplicaTable):
         """Seconds to send what a stage on *source* hands on to one on *target*, *near* if in the same node, and as much
         back, for each end of the stage. Slices have their rows in order; what those of a kind send to those of another
         all goes through the one link of the busiest slice of each, the slower of the two."""
+        return self.ways(source, target, rows, micro_batches, near)[0]
+
+    def ways(
+        self, source: Mesh, target: Mesh, rows: int, micro_batches: int, near: bool
+    ) -> tuple[list[float], list[float]]:
+        """`hops`, and the part of each that is latency, in which messages occupy no link."""
         key = (source, target, rows, self.prices.adding(micro_batches), near)
         if key not in self._hops:
             spans = [self._spans(mesh, rows, micro_batches) for mesh in (source, target)]
-            found = np.zeros(len(self.chain) + 1)
+            found, latency = np.zeros((2, len(self.chain) + 1))
             for (one, first, last), (other, start, end) in product(*spans):
                 common = min(last, end) - max(first, start)
                 if common > 1e-9:
-                    ways = self._both_ways((one, other), (source, target), common, near)
-                    found = np.maximum(found, ways)
+                    waited = np.maximum(*((own.near_latency if near else own.latency) for own in (one, other)))
+                    sent = self._both_ways((one, other), (source, target), common, near)
+                    found, latency = np.maximum(found, waited + sent), np.maximum(latency, waited)
             if part := self._far_part(source, target):
-                found = np.maximum(found, self._far_ways((source, target), part * rows))
-            self._hops[key] = found.tolist()
+                late, sent = self._far_ways((source, target), part * rows)
+                found, latency = np.maximum(found, late + sent), np.maximum(latency, late)
+            self._hops[key] = found.tolist(), np.minimum(latency, found).tolist()
         return self._hops[key]
 
     def _far_part(self, source: Mesh, target: Mesh) -> float:
@@ -254,9 +264,10 @@ class CostTable(ReplicaTable):
         stays = sum(min(here[one] / sum(source.counts), there[one] / sum(target.counts)) for one in here)
         return max(0.0, round(1 - stays, 9))
 
-    def _far_ways(self, meshes: tuple[Mesh, Mesh], rows: float) -> Array:
-        """Seconds of handing these rows of a micro-batch on from region to region, and of their gradients back: what
-        all devices send goes through the gateways of their nodes in the region with the slowest way."""
+    def _far_ways(self, meshes: tuple[Mesh, Mesh], rows: float) -> tuple[float, Array]:
+        """Seconds of latency, and others, of handing these rows of a micro-batch on from region to region, and of their
+        gradients back: what all devices send goes through the gateways of their nodes in the region with the slowest
+        way."""
         source, target = meshes
         counts = zip(self.pools, source.counts, target.counts, strict=True)
         far = [(pool, pool.region, both) for pool, *both in counts if pool.region is not None and any(both)]
@@ -270,12 +281,13 @@ class CostTable(ReplicaTable):
         shares = self.held_shares(source.tensor, target.tensor)
         sent = self._handed(rows) / (link.bandwidth * used * inter_node_kind(link).efficiency)
         latency = max(way.latency for way, _ in ways)
-        return 2 * latency + sent * (shares[1] * target.tensor + shares[0] * source.tensor)
+        return 2 * latency, sent * (shares[1] * target.tensor + shares[0] * source.tensor)
 
     def _both_ways(
         self, ends: tuple[ReplicaCosts, ReplicaCosts], meshes: tuple[Mesh, Mesh], common: float, near: bool
     ) -> Array:
-        """Seconds of handing *common* rows from slices of a mesh on to those of another, and of their gradients back.
+        """Seconds of handing *common* rows from slices of a mesh on to those of another, and of their gradients back,
+        without latencies.
 
         Each device gets its part of the rows. So the adapters of the source, or those of the target, send or receive as
         much as all devices of the node.
@@ -286,21 +298,19 @@ class CostTable(ReplicaTable):
         ratio = target.group.tensor / source.group.tensor if self.prices.exchanges else 1.0
         if near:  # each device sends and receives on its own
             sent = [part * own.near_alone for part, own in zip(parts, ends, strict=True)]
-            latency, loads = np.maximum(source.near_latency, target.near_latency), (1.0, 1.0)
+            loads = 1.0, 1.0
             ratios = max(1.0, ratio), max(1.0, 1 / ratio)
         else:
-            speeds = [self._adapter_speed(own.group) for own in ends]
-            slower = [speed / min(speeds) if speed < inf else 1.0 for speed in speeds]
+            slower = self._slower(*(own.group for own in ends))
             sent = [part * slow * own.alone for part, slow, own in zip(parts, slower, ends, strict=True)]
-            latency = np.maximum(source.latency, target.latency)
             loads = self._load(source.group, meshes[0]), self._load(target.group, meshes[1])
             ratios = ratio, 1 / ratio
         forward = np.maximum(ratios[0] * loads[0] * sent[0], loads[1] * sent[1])
         backward = np.maximum(loads[0] * sent[0], ratios[1] * loads[1] * sent[1])
-        return latency + shares[1] * forward + shares[0] * backward
+        return shares[1] * forward + shares[0] * backward
 
     def _hop(self, replica: ReplicaCosts, mesh: Mesh) -> Array:
-        """`_both_ways` between alike stages."""
+        """`hops` between alike stages."""
         shares = sum(self.held_shares(mesh.tensor, mesh.tensor))
         if self._lies_inside(mesh):
             return replica.near_latency + shares * replica.near_alone
@@ -330,10 +340,30 @@ class CostTable(ReplicaTable):
             self._loads[key] = together / adapters
         return self._loads[key]
 
-    def _adapter_speed(self, group: TensorGroup) -> float:
-        """Bytes per second of an adapter of a group's node."""
-        link = self.prices.cluster.node_of(group.ranks[0]).inter
+    def _slower(self, source: TensorGroup, target: TensorGroup) -> list[float]:
+        """By how much messages from a group to another are slower than those of each to another node that it is priced
+        with: the slower adapter limits them."""
+        least = min(map(self._adapter_speed, (*source.ranks, *target.ranks)))
+        found = []
+        for group in (source, target):
+            far, _ = self._targets_of(group)
+            speed = min(map(self._adapter_speed, (group.ranks[0], *far[:1])))
+            found.append(speed / least if speed < inf else 1.0)
+        return found
+
+    def _adapter_speed(self, rank: int) -> float:
+        """Bytes per second of an adapter of a rank's node."""
+        link = self.prices.cluster.node_of(rank).inter
         return inf if link is None else link.bandwidth / link.num_adapters
+
+    def overhead(self, sequence: Sequence[Mesh]) -> float:
+        """Seconds of a step on stages of these meshes that belong to no stage."""
+        counts = tuple(map(sum, zip(*(mesh.counts for mesh in sequence), strict=True)))
+        if counts not in self._overheads:
+            some = zip(self.pools, counts, strict=True)
+            ranks = sorted(rank for pool, count in some for rank in pool.ranks[:count])
+            self._overheads[counts] = self.prices.overhead_of(ranks)
+        return self._overheads[counts]
 
     def near_hops(self, sequence: tuple[Mesh, ...]) -> Sequence[bool]:
         """Stages in one node with the next one; none with many devices, where few are."""
@@ -344,7 +374,7 @@ class CostTable(ReplicaTable):
                 return [False] * (len(sequence) - 1)
         if sequence not in self._near:
             node_of = self.prices.cluster.node_of
-            laid = lay_out(self.pools, sequence)
+            laid, *_ = layouts(self.pools, sequence)
             nodes = [{id(node_of(rank)) for group in groups for rank in group} for groups in laid]
             self._near[sequence] = [one == other and len(one) == 1 for one, other in pairwise(nodes)]
         return self._near[sequence]
@@ -473,7 +503,7 @@ class CostTable(ReplicaTable):
         """A tensor group of each kind of slices with their number, and ranks as its data group has them."""
         if mesh not in self._samples:
             counted: dict[TensorGroup, int] = {}
-            data_group: list[int] = []
+            data_groups: list[list[int]] = [[], []]  # at the first place of a slice and at the last
             taken = [0] * len(self.pools)
             for part in replicas_of(mesh):
                 ranks = [
@@ -481,15 +511,28 @@ class CostTable(ReplicaTable):
                 ]
                 group = self.prices.group(sorted(ranks), mesh.data, mesh.expert, mesh.context)
                 counted[group] = counted.get(group, 0) + part.num
-                main = next(index for index, count in enumerate(part.counts) if count)
-                step = part.counts[main]
-                for index in range(len(self.pools)) if mesh.context > 1 else (main,):
-                    end = taken[index] + part.num * part.counts[index]
-                    own = self.pools[index].ranks[taken[index] : end : step if mesh.context == 1 else mesh.tensor]
-                    data_group += own[:MOST_SAMPLED]
+                used = [index for index, count in enumerate(part.counts) if count]
+                for own, place in zip(data_groups, (0, -1), strict=True):
+                    for index in used if mesh.context > 1 else (used[place],):
+                        own += self._placed(index, taken[index], part.num, part.counts[index], mesh)
                 taken = [done + part.num * count for done, count in zip(taken, part.counts, strict=True)]
-            self._samples[mesh] = tuple(counted.items()), tuple(data_group)
+            node_of = self.prices.cluster.node_of
+            slower = max(data_groups, key=lambda own: len({id(node_of(rank)) for rank in own}))
+            self._samples[mesh] = tuple(counted.items()), tuple(slower)
         return self._samples[mesh]
+
+    def _placed(self, index: int, begin: int, num: int, size: int, mesh: Mesh) -> list[int]:
+        """The ranks of a data group on *num* parts of data slices, of *size* devices of a pool beyond its first
+        *begin*: parts that a node has room for lie within nodes."""
+        ranks, step = self.pools[index].ranks, size if mesh.context == 1 else mesh.tensor
+        if not size:
+            return []
+        if (index, size) not in self._leads:
+            self._leads[index, size] = self.pools[index].leads(size)
+        leads = self._leads[index, size][-(-begin // size) :][: min(num, MOST_SAMPLED)]
+        if len(leads) < min(num, MOST_SAMPLED):  # the rest straddle nodes
+            leads = list(range(begin, begin + num * size, size))
+        return [ranks[lead + more] for lead in leads for more in range(0, size, step)][:MOST_SAMPLED]
 
     def _shared(
         self, groups: Sequence[tuple[TensorGroup, int]], rows: int, micro_batches: int

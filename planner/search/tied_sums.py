@@ -19,7 +19,12 @@ Placed = tuple[Mesh, tuple[int, ...]]
 
 
 def with_tied_sums(
-    meshes: CostTable, stages: Sequence[tuple[Mesh, int, int]], once: Sequence[float], rows: int, micro_batches: int
+    meshes: CostTable,
+    stages: Sequence[tuple[Mesh, int, int]],
+    once: Sequence[float],
+    backward: Sequence[float],
+    rows: int,
+    micro_batches: int,
 ) -> tuple[float, ...]:
     """Seconds once per step of each of the *stages* (mesh, first part, part after the last one), with the sums of tied
     parameters that several of them read.
@@ -28,6 +33,7 @@ def with_tied_sums(
         meshes: costs.
         stages: of a partial plan, in order.
         once: seconds once per step of each stage, as if no parameter were tied.
+        backward: seconds of the last backward of each stage, with those of handing on to it.
         rows: of a micro-batch.
         micro_batches: of a step.
     """
@@ -44,14 +50,12 @@ def with_tied_sums(
             mesh, first, last = stages[at]
             update = meshes.costs(mesh, rows, micro_batches).update
             updates.append(float(update[last] - update[first]))
-        mesh, first, last = stages[owners[0]]  # it ends last, and sums its own gradients before
+        mesh, _, _ = stages[owners[0]]  # it ends last, and sums its own gradients before
         own = meshes.sum_seconds(mesh, elements / mesh.tensor)  # that it does not sum over its own replicas
-        found[owners[0]] = updates[0] + max(0.0, found[owners[0]] - updates[0] - own)
-        backward = meshes.costs(mesh, rows, micro_batches).backward
-        ready = float(backward[last] - backward[first]) + found[owners[0]] - updates[0]
-        later = max(found[at] - update for at, update in zip(owners[1:], updates[1:], strict=True))
-        seconds += max(0.0, later - ready)
-        found[owners[0]] += seconds + max(updates) - updates[0]
+        ready = max(0.0, found[owners[0]] - updates[0] - own)
+        others = zip(owners[1:], updates[1:], strict=True)
+        later = max(found[at] - update - sum(backward[owners[0] : at]) for at, update in others)
+        found[owners[0]] = max(ready, later) + seconds + max(updates)
     return tuple(found)
 
 
@@ -61,17 +65,25 @@ def _devices_of(meshes: CostTable, sequence: Sequence[Mesh]) -> tuple[int, ...]:
 
 
 def _summed(meshes: CostTable, owners: tuple[Placed, ...], elements: float) -> float:
-    """Seconds of the sum of a tied parameter over stages on meshes that begin at positions of each pool. On unlike
-    meshes it is whole on every rank."""
+    """Seconds of the sum of a tied parameter over stages on meshes that begin at positions of each pool. Where
+    these are not alike it is whole on every rank."""
     key = (owners, elements)
     if key not in meshes.tied_sums:
         first, _ = owners[0]
-        degree = first.tensor if all(mesh == first for mesh, _ in owners) else 1
+        degree = first.tensor if all(_are_alike(mesh, first) for mesh, _ in owners) else 1
         step = first.size if degree > 1 else 1
         ranks: list[int] = []
         for mesh, begins in owners:
             for pool, count, begin in zip(meshes.pools, mesh.counts, begins, strict=True):
                 ranks += pool.ranks[begin : begin + count : step][:MOST_SAMPLED]
         size = elements / degree * meshes.prices.gradient_bytes
-        meshes.tied_sums[key] = meshes.prices.all_reduce(ranks, degree, size)
+        meshes.tied_sums[key] = meshes.prices.tied_sum(ranks, degree, size)
     return meshes.tied_sums[key]
+
+
+def _are_alike(mesh: Mesh, other: Mesh) -> bool:
+    """Whether stages have as many data slices of the same degrees, with the same rows: one has all, and those of one
+    type have equal ones."""
+    if (mesh.data, mesh.division) != (other.data, other.division):
+        return False
+    return mesh.data == 1 or mesh == other or all(sum(map(bool, one.counts)) == 1 for one in (mesh, other))

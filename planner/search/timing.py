@@ -1,24 +1,33 @@
 """The time of a pipeline step from the times of its stages: a recurrence, and a closed form below it.
 
-The recurrence goes through the tasks in the order of the simulator, with one time for each stage and without the
-differences between its replicas: O(stages^2), over as many micro-batches as fill the pipeline and some more. The closed
-form, in numpy, is the longest of the cycles of waits through neighbouring stages.
+The recurrence goes through the tasks in the order of the simulator, with one time for each stage and
+each message, which wait for their link, and without the differences between replicas: O(stages^2), over as many
+micro-batches as fill the pipeline and some more. The closed form, in numpy, is the longest of the cycles of waits
+through neighbouring stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from whale.planner.simulation.recurrence import SETTLING, Slot, slots_of
 
-__all__ = ["pipeline_bound", "pipeline_ends"]
+__all__ = ["Ends", "pipeline_bound", "pipeline_ends"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Ends(NamedTuple):
+    """Seconds from the begin of a step, of each stage: when it is done with its last backward, and when the stage
+    before has received its last gradients; 0 of the first stage."""
+
+    done: list[float]
+    sent: list[float]
 
 
 def pipeline_ends(
@@ -29,8 +38,9 @@ def pipeline_ends(
     schedule: str,
     *,
     last_share: float = 1.0,
-) -> list[float]:
-    """When each stage is done with its last backward.
+    latencies: Sequence[float] = (),
+) -> Ends:
+    """When stages are done with their last backward and with sending its gradients.
 
     Args:
         forward, backward: seconds of each stage for a micro-batch.
@@ -38,9 +48,10 @@ def pipeline_ends(
         micro_batches: of the step.
         schedule: ``1f1b`` or ``gpipe``.
         last_share: rows of the last micro-batch, as a share of those of the others.
+        latencies: the part of each of ``hops`` in which the next message may be on its way too; none if not given.
 
     >>> pipeline_ends([1, 1], [2, 2], [0, 0], 4, "1f1b")
-    [15.0, 13.0]
+    Ends(done=[15.0, 13.0], sent=[0.0, 13.0])
     """
     each, turns = max(forward) + max(backward), 1
     if schedule != "gpipe":
@@ -50,32 +61,45 @@ def pipeline_ends(
     # What a micro-batch takes once the pipeline is full comes round with as many of them as the slowest run has stages.
     enough = min(micro_batches, len(forward) + SETTLING)
     enough += (micro_batches - enough) % turns
-    ends = _ends(forward, backward, hops, enough, schedule, last_share)
-    return [end + (micro_batches - enough) * each for end in ends]
+    every = _ends(forward, backward, hops, latencies or (0.0,) * len(hops), enough, schedule, last_share)
+    later = (micro_batches - enough) * each
+    return Ends(*([end + later if end else 0.0 for end in ends] for ends in every))
 
 
 def _ends(
     forward: Sequence[float],
     backward: Sequence[float],
     hops: Sequence[float],
+    latencies: Sequence[float],
     micro_batches: int,
     schedule: str,
     last_share: float,
-) -> list[float]:
+) -> Ends:
     depth = len(forward)
-    ahead, back = [0.0, *hops[:-1]], [*hops[:-1], 0.0]
+    busy = [hop - latency for hop, latency in zip(hops, latencies, strict=True)]
+    ahead, back = [0.0, *busy[:-1]], [*busy[:-1], 0.0]
+    late_ahead, late_back = [0.0, *latencies[:-1]], [*latencies[:-1], 0.0]
     free = [0.0] * (depth + 1)  # the last one is before the first stage, and after the last: nothing is waited for
+    came_down, came_up, arrived_up = ([0.0] * depth for _ in range(3))  # when links are free again, by where they lead
     for slot in _slots(depth, micro_batches, schedule):
         before = free.copy()
         for stage in slot.forwards:
-            ready, begin = before[stage - 1] + ahead[stage], before[stage]
-            spent = forward[stage] * last_share if stage == slot.last_forward else forward[stage]
+            made, begin = before[stage - 1], before[stage]
+            sent, spent = ahead[stage], forward[stage]
+            if stage == slot.last_forward:
+                sent, spent = sent * last_share, spent * last_share
+            came_down[stage] = sent = (made if made > came_down[stage] else came_down[stage]) + sent
+            ready = sent + late_ahead[stage]
             free[stage] = (ready if ready > begin else begin) + spent
         for stage in slot.backwards:
-            ready, begin = before[stage + 1] + back[stage], before[stage]
-            spent = backward[stage] * last_share if stage == slot.last_backward else backward[stage]
+            made, begin = before[stage + 1], before[stage]
+            sent, spent = back[stage], backward[stage]
+            if stage == slot.last_backward:
+                sent, spent = sent * last_share, spent * last_share
+            came_up[stage] = sent = (made if made > came_up[stage] else came_up[stage]) + sent
+            arrived_up[stage] = ready = sent + late_back[stage]
             free[stage] = (ready if ready > begin else begin) + spent
-    return free[:-1]
+    return Ends(free[:-1], [0.0, *arrived_up[:-1]])
 
 
 @lru_cache(maxsize=64)
@@ -142,7 +166,7 @@ def pipeline_bound(
     each, depth = ahead_each + back_each, len(forward)
     ahead, back = np.zeros(depth), np.zeros(depth)
     (ahead_each + sent)[:-1].cumsum(out=ahead[1:])
-    (last_share * back_each + sent)[:-1].cumsum(out=back[1:])
+    (last_share * (back_each + sent))[:-1].cumsum(out=back[1:])
     busy = (micro_batches - 1 + last_share) * each
     ends = np.maximum.accumulate(after - back)  # of any stage before, beyond the backwards on the way to it
     least = float((ahead + busy + back + ends).max())

@@ -23,7 +23,7 @@ def cost_table(cluster: Cluster, *, batch: int = 64) -> CostTable:
     return CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of((), 5, None))
 
 
-def test_rows_between_those_that_are_priced_are_interpolated_and_each_price_is_asked_for_once() -> None:
+def test_rows_beyond_the_first_are_interpolated_and_each_price_is_asked_for_once() -> None:
     cluster = machines([ONE, ONE])
     prices = CostModel.of(chain([layer({"cpu-one": 0.01})], (0,)), cluster)
     group = prices.group((0,), 1)
@@ -33,11 +33,11 @@ def test_rows_between_those_that_are_priced_are_interpolated_and_each_price_is_a
         asked.append(rows)
         return np.full((QUANTITIES, 1), float(rows * rows * micro_batches))
 
-    table = RowTable(price, 1, exact_rows=4)
+    table = RowTable(price, 1, most_exact=1)
     found = table.at([(group, rows) for rows in (0, 3, 8, 12, 12)], 2)[:, FORWARD, 0]
-    assert found.tolist() == [0.0, 18.0, 128.0, 320.0, 320.0]  # halfway between 8 and 16 rows
+    assert found.tolist() == [0.0, 18.0, 128.0, 320.0, 320.0]  # 12 is halfway between 8 and 16 rows
     assert sorted(asked) == [0, 3, 8, 16]
-    assert table.at([(group, 12)], 1)[0, FORWARD, 0] == 160.0
+    assert table.at([(group, 12), (group, 3)], 1)[:, FORWARD, 0].tolist() == [160.0, 10.0]
 
 
 @pytest.mark.parametrize(("rows", "micro_batches"), [(6, 8), (24, 2), (48, 1)])
