@@ -123,7 +123,7 @@ def _key_of_model(model: nn.Module) -> Hashable:
         if "<" in kind.__qualname__:
             source = source, tuple(_key_of_function(x, kind) for x in functions), tuple(map(str, kind.__mro__))
         attributes = {name: x for name, x in vars(module).items() if name not in _OWN}
-        if any(isinstance(x, Tensor) or (x and name.endswith("_hooks")) for name, x in attributes.items()):
+        if any(isinstance(x, Tensor) or (name.endswith("_hooks") and x) for name, x in attributes.items()):
             raise _Unlike(module)  # a tensor that is no buffer is a constant of the graph, by its values
         held = {**module._parameters, **module._buffers}
         for name, x in held.items():

@@ -44,7 +44,7 @@ def made() -> tuple[Any, Any]:
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "an attribute": (lambda m: setattr(m, "scale", 0.5), "scale of the local model was changed"),
     "a new attribute": (lambda m: setattr(m, "later", 0.5), "later of the local model was changed"),
-    "in an object": (lambda m: setattr(m.config, "factor", 0.5), "config of the local model was changed"),
+    "an object": (lambda m: setattr(m, "config", SimpleNamespace(factor=0.5)), "config of the local model was changed"),
     "of one of torch's modules": (lambda m: setattr(m.drop, "p", 0.5), "drop.p of the local model was changed"),
     "the mode": (lambda m: m.eval(), "eval\\(\\) was called of the local model after"),
     "a module's mode": (lambda m: m.drop.eval(), "eval\\(\\) was called of drop of the local model after"),

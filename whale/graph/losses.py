@@ -47,7 +47,7 @@ def _only_scalar(output: Sequence[Any]) -> Any:
         raise CaptureError(
             f"the model returns a tuple with scalars at {' and '.join(map(str, scalars))}, and which is the loss is "
             f"not known: return the loss alone or an output with `loss`, or give parallelize "
-            f"loss_fn=lambda output, batch: output[{scalars[-1]}]"
+            f"loss_fn=lambda output, batch: output[{scalars[0]}]"
         )
     return output[scalars[0] if scalars else 0]
 

@@ -27,6 +27,7 @@ from whale.runtime.local_watch import LocalWatch
 from whale.runtime.precision import LossScaler, in_own_dtypes, without_autocast
 from whale.runtime.ranges import named
 from whale.runtime.shard_tensor import ShardTensor
+from whale.runtime.shared_objects import shared_objects
 from whale.runtime.watch import Watch
 
 __all__ = ["ParallelModule", "parallel_module"]
@@ -491,6 +492,7 @@ def parallel_module(
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
     for known, name in first.items():
         memo[known] = engine.tensors.get(name)
+    memo |= shared_objects(local, template)
     made: Any = deep_copy(template, memo, template.modules)
     made.__class__ = _class_of(type(template))
     for path, module in made.named_modules():

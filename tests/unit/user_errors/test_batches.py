@@ -183,6 +183,7 @@ class Returns(nn.Module):
         (lambda y, x: y, ["must be a scalar", "shape (4, 8)", ".mean()", "loss_fn"]),
         (lambda y, x: None, ["returns NoneType, which has no loss", "loss_fn(output, batch)"]),
         (lambda y, x: {"logits": y}, ["returns dict, which has no loss", "pass labels"]),
+        (lambda y, x: (y.sum(), y.mean(), y.abs().sum()), ["scalars at 0 and 1 and 2", "output[0]"]),
     ],
 )
 def test_an_output_without_a_scalar_loss_names_its_type_and_forward(make: Any, parts: list[str]) -> None:

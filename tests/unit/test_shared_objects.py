@@ -1,0 +1,126 @@
+"""Objects that a script has made for a model: the parallel model has the same, and steps see what changes in them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale
+
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self) -> float:
+        return self.factor
+
+    def scaled(self, by: float = 1.0) -> float:
+        return by * self.factor
+
+
+class Pair(NamedTuple):
+    name: str
+    of: Any
+
+
+class Slots:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+class Model(nn.Module):
+    def __init__(self, held: Any, read: Callable[[Any], float]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.held, self.read = nn.Linear(3, 2).double(), held, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().sum() * self.read(self.held)
+
+
+def factor_of(x: Any) -> float:
+    return float(x.factor)
+
+
+NAMESPACE, SCHEDULE, SLOTS = SimpleNamespace(factor=1.0), Schedule(), Slots()
+OPTIONS, ARRAY, ITEMS = {"of": {"factor": 1.0}}, np.ones(2), deque([1.0])
+
+KINDS: dict[str, tuple[Any, Callable[[Any], float], Callable[[float], Any]]] = {
+    "a namespace": (NAMESPACE, factor_of, lambda value: setattr(NAMESPACE, "factor", value)),
+    "an object": (SCHEDULE, lambda x: x(), lambda value: setattr(SCHEDULE, "factor", value)),
+    "its slot": (SLOTS, factor_of, lambda value: setattr(SLOTS, "factor", value)),
+    "its method": (SCHEDULE.scaled, lambda x: x(2.0), lambda value: setattr(SCHEDULE, "factor", value)),
+    "a partial": (partial(SCHEDULE.scaled, by=3.0), lambda x: x(), lambda value: setattr(SCHEDULE, "factor", value)),
+    "in a tuple": (Pair("a", SCHEDULE), lambda x: x.of(), lambda value: setattr(SCHEDULE, "factor", value)),
+    "a dict": (OPTIONS, lambda x: x["of"]["factor"], lambda value: OPTIONS["of"].update(factor=value)),
+    "a deque": (ITEMS, lambda x: x[0], lambda value: ITEMS.__setitem__(0, value)),
+    "an array": (ARRAY, lambda x: float(x[1]), lambda value: ARRAY.__setitem__(1, value)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_a_script_changes_in_an_object_that_it_gave_acts(kind: str, keeps: bool) -> None:
+    held, read, change = KINDS[kind]
+    change(1.0)
+    twin, local = Model(held, read), Model(held, read)
+    model: Any = whale.parallelize(local, X, device="cpu")
+    if not keeps:
+        del local
+    for value in (1.0, 0.5, 2.0):
+        change(value)
+        assert model.train_step(X).item() == pytest.approx(twin(X).item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("through", ["the script", "the model"])
+def test_a_loss_and_a_model_have_one_object(through: str) -> None:
+    config = SimpleNamespace(factor=1.0)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear, self.config = nn.Linear(3, 2).double(), config
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.config.factor
+
+    def loss_fn(output: Tensor, batch: Any) -> Tensor:
+        return output.square().sum() + config.factor * output.sum()
+
+    twin = Scaled()
+    model: Any = whale.parallelize(Scaled(), X, device="cpu", loss_fn=loss_fn)
+    for value in (1.0, 0.5, 2.0):
+        (config if through == "the script" else model.config).factor = value
+        assert model.train_step(X).item() == pytest.approx(loss_fn(twin(X), X).item(), abs=1e-12)
+
+
+def test_an_object_that_reaches_a_module_or_a_tensor_is_the_parallel_models_own() -> None:
+    class Reaches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2).double()
+            self.inner = SimpleNamespace(of=[self.linear], factor=1.0)
+            self.scales = SimpleNamespace(all=[torch.ones(2, dtype=torch.float64)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.inner.of[0](x) * self.scales.all[0]).sum() * self.inner.factor
+
+    local = Reaches()
+    model: Any = whale.parallelize(local, X, device="cpu")
+    assert model.inner is not local.inner and model.inner.of[0] is model.linear
+    assert model.scales is not local.scales
+    assert model.train_step(X).item() == pytest.approx(local(X).item(), abs=1e-12)
