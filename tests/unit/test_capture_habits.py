@@ -182,7 +182,7 @@ def test_the_loss_of_a_tuple_is_its_scalar_with_a_gradient(
 
 def test_a_tuple_of_several_losses_is_refused() -> None:
     model = Wrapped(lambda layer, x: (layer(x).mean(), layer(x).square().sum()))
-    with pytest.raises(CaptureError, match=r"scalars at 0 and 1.*loss_fn=lambda output, batch: output\[1\]"):
+    with pytest.raises(CaptureError, match=r"scalars at 0 and 1.*loss_fn=lambda output, batch: output\[0\]"):
         whale.parallelize(model, X, device="cpu")
 
 
