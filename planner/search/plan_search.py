@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from itertools import chain, groupby, islice, pairwise, product
+from itertools import chain, groupby, pairwise, product
 from math import inf, isqrt
 from random import Random
 from typing import NamedTuple, TypeVar
@@ -263,7 +263,7 @@ class PlanSearch(Scoreboard):
         while self.best and not self._over():
             leading = self._leading(1)[0]
             draft = leading.draft
-            for sequence in islice(_reorders(draft.meshes), MOST_EXCHANGED):
+            for sequence in _reorders(draft.meshes)[:MOST_EXCHANGED]:
                 self._cut(sequence, draft.micro_batches, draft.schedule)
                 self._note(self._scored(sequence, draft.starts, draft.micro_batches, draft.schedule))
             better = self._leading(1)[0]
@@ -531,11 +531,11 @@ def _kind(draft: PartialPlan) -> tuple[int, bool]:
     return draft.micro_batches, len(draft.meshes) > 1
 
 
-def _reorders(meshes: Sequence[Mesh]) -> Iterator[tuple[Mesh, ...]]:
+def _reorders(meshes: Sequence[Mesh]) -> list[tuple[Mesh, ...]]:
     """The meshes with neighbouring runs of alike ones exchanged, whole or a single stage of each.
 
     >>> a, b = Mesh((1, 0), 1), Mesh((0, 1), 1)
-    >>> list(_reorders((a, b, b))) == [(b, b, a), (b, a, b)]
+    >>> _reorders((a, b, b)) == [(b, b, a), (b, a, b)]
     True
     """
     runs = [tuple(alike) for _, alike in groupby(meshes)]
@@ -544,8 +544,7 @@ def _reorders(meshes: Sequence[Mesh]) -> Iterator[tuple[Mesh, ...]]:
         before, after = tuple(chain(*runs[:place])), tuple(chain(*runs[place + 2 :]))
         whole.append((*before, *other, *one, *after))
         single.append((*before, *one[1:], other[0], one[-1], *other[1:], *after))
-    found = dict.fromkeys((*whole, *single))
-    return iter([sequence for sequence in found if sequence != tuple(meshes)])
+    return list(dict.fromkeys((*whole, *single)))
 
 
 def _unlike(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -48,8 +48,7 @@ def with_tied_sums(
         seconds, updates = _summed(meshes, where, elements), []
         for at in owners:
             mesh, first, last = stages[at]
-            update = meshes.costs(mesh, rows, micro_batches).update
-            updates.append(float(update[last] - update[first]))
+            updates.append(meshes.costs(mesh, rows, micro_batches).update_in(first, last))
         mesh, _, _ = stages[owners[0]]  # it ends last, and sums its own gradients before
         own = meshes.sum_seconds(mesh, elements / mesh.tensor)  # that it does not sum over its own replicas
         ready = max(0.0, found[owners[0]] - updates[0] - own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -39,18 +39,10 @@ def nodes(*counts: int) -> Cluster:
 
 def two_networks() -> Cluster:
     """Two nodes, of which the second has a hundredth of the bandwidth of the first."""
-    text = """
-    [links]
-    inter_node = {bandwidth = "10 Gbit/s", latency = "1 us"}
-    [[nodes]]
-    devices = 1
-    device = "cpu-fast"
-    [[nodes]]
-    devices = 1
-    device = "cpu-slow"
-    links = {inter_node = {bandwidth = "100 Mbit/s", latency = "1 us"}}
-    """
-    return Cluster.parse(text, catalog={one.name: one for one in (FAST, SLOW)})
+    fast = Link(bandwidth=100 * INTER.bandwidth, latency=INTER.latency)
+    cluster = Cluster.of([("node0", FAST), ("node1", SLOW)], intra=INTRA, inter=fast)
+    first, second = cluster.nodes
+    return replace(cluster, nodes=(first, replace(second, inter=INTER)))
 
 
 @dataclass(frozen=True)
