@@ -40,6 +40,7 @@ from whale.detection import alike, detect, detect_unlike, on_its_hosts, warn_of_
 from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
+from whale.graph.code_names import names_in_code
 from whale.graph.copies import model_copy
 from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
@@ -54,6 +55,7 @@ from whale.planner.search.constraints import is_kept
 from whale.predict.device_memory import memory_advice
 from whale.predict.dry_step import Device
 from whale.runtime.agreement import agree, agree_on_values, int_of_first, meet, take_from
+from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.cuda_graphs import check_recordable
 from whale.runtime.ending import ELASTIC, end_with_own_code
 from whale.runtime.initial_values import InitialValues, values_of_builder, values_of_meta_model
@@ -374,7 +376,8 @@ def parallelize(
             world, traced, detect(world) if cluster is None else described, described, options, **least
         )
     compilation = compile_traced(traced, described, options, device=launch.device)
-    check_shared_memory(model, compilation)
+    sources = Sources(*names_in_code(template, loss_fn))
+    check_shared_memory(model, compilation, Attributes(model, sources).tensors())
     if cuda_graphs and compilation.offloads_activations:
         raise UsageError(
             'cuda_graphs=True keeps in place what forwards keep, and offload="activations" puts it on the host: leave '
@@ -404,7 +407,7 @@ def parallelize(
     if seed is None:
         clock.seed = int_of_first(world, clock.seed)
     try:
-        module = Builder(model, template, described, options, world, loss_fn, initial, clock).build(
+        module = Builder(model, template, described, options, world, loss_fn, sources, initial, clock).build(
             compilation, leaves, modes, bring=batch, looks=looks
         )
     except Exception as error:

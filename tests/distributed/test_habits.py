@@ -383,6 +383,19 @@ class Average(nn.Module):
         return nn.functional.cross_entropy(out * self.count, y)
 
 
+class Stem(nn.Module):
+    """A module with buffers under two names, and one of these as a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16).double()
+        self.a, self.b = nn.Sequential(nn.Linear(8, 16), self.norm), nn.Linear(16, 4)
+        self.mean = self.norm.running_mean
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.b(self.a(x)), y)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -405,6 +418,7 @@ class Spectral(nn.Module):
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "buffers": Average,
     "a late buffer": lambda: Average(late=True),
+    "a stem": Stem,
     "a recurrent layer": Recurrent,
     "a complex parameter": Spectral,
 }
@@ -487,16 +501,21 @@ def write_into_the_local_model(world: World, kind: str) -> dict[str, str]:
     """Refusals of a script that goes on with the local model."""
     found: dict[str, str] = {}
 
-    def after(name: str, change: Callable[[nn.Module, Any], object], steps: int = 1) -> None:
+    def after(name: str, change: Callable[[nn.Module, Any], object], steps: int = 1, kept: str = "") -> None:
         local = annotated(kind)
         model = whale.parallelize(local, tokens(), device="cpu", timeout_seconds=20)
+        part = local.get_submodule(kept)
+        del local  # as where the script gives its name to another one
         for _ in range(steps):
             model.train_step(**tokens())
-        change(local, model)
+        change(part, model)
         found[name] = refusal(lambda: model.train_step(**tokens()))
 
     after("state", lambda local, model: local.load_state_dict(decoder(layers=2).state_dict()))
     after("data", lambda local, model: [p.data.mul_(2.0) for p in local.parameters()], steps=0)
+    other = decoder(layers=2).layers
+    after("state of a part", lambda layers, model: layers.load_state_dict(other.state_dict()), kept="layers")
+    after("data of a part", lambda head, model: [p.data.mul_(2.0) for p in head.parameters()], steps=0, kept="head")
     after("freeze", lambda local, model: local.get_submodule("layers.0").requires_grad_(False))
     after("move", lambda local, model: local.to("cpu"))
     after("cast", lambda local, model: local.to(torch.bfloat16))
@@ -515,13 +534,15 @@ def test_changes_of_the_local_model_s_tensors_act_or_are_refused(ranks: Two, kin
         assert not found["move"]
         assert found["cast"]
         if kind == "replicate":  # the tensors are those of both
-            assert not found["state"] + found["data"] + found["freeze"]
+            assert not found["state"] + found["data"] + found["freeze"] + found["state of a part"]
             assert "eval() was called of the local model after parallelize" in found["generate"]
         else:
             assert not found["generate"]
             assert "of the local model after parallelize" in found["state"]
             assert "model.load_full_state_dict(state)" in found["state"]
             assert "of the local model after parallelize" in found["data"]
+            assert "values were written into layers." in found["state of a part"]
+            assert "values were written into head.weight" in found["data of a part"]
             assert "after parallelize" in found["freeze"]
 
 

@@ -258,6 +258,45 @@ def test_synchronized_batch_norms_are_batch_norms() -> None:
     assert nn.SyncBatchNorm.forward is not nn.BatchNorm1d.forward
 
 
+class Stem(nn.Module):
+    """Modules under two names, as a Sequential of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.stem = nn.Sequential(self.layer, self.norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.stem(x)).pow(3).mean()
+
+
+class ReadsStatistics(Stem):
+    """A buffer that the forward writes, as a plain attribute too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = self.norm.running_mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(x) + self.mean).pow(3).mean()
+
+
+@pytest.mark.parametrize("kind", [Stem, ReadsStatistics])
+def test_a_buffer_that_a_forward_writes_has_two_names(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    x, local = torch.randn(4, 4), kind()
+    model = whale.parallelize(copy.deepcopy(local), x, device="cpu")
+    for _ in range(2):
+        expected = local(x)
+        expected.backward()
+        assert model.train_step(x).item() == pytest.approx(expected.item())
+    torch.testing.assert_close(model.full_state_dict(), local.state_dict())
+    for name, parameter in local.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+    assert model.eval_step(x).item() == pytest.approx(local.eval()(x).item())
+
+
 def test_a_compiled_model_has_a_loss_fn() -> None:
     torch.manual_seed(0)
     local, y = nn.Linear(4, 4), torch.arange(4)

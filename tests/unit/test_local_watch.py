@@ -115,6 +115,119 @@ def test_a_compiled_model_is_taken_and_watched() -> None:
         model.train_step(X)
 
 
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Model()
+        self.tail = nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(0.1)).double()
+        self.listed = [self.tail]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.tail(x))
+
+
+def made_deep(kept: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """A part of a local model whose name the script gave another one, and the parallel model."""
+    local = Deep()
+    part = kept(local)
+    return part, whale.parallelize(local, X, device="cpu")
+
+
+PARTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object], Callable[[Any], object], str]] = {
+    "a mode": (lambda m: m.body, lambda b: b.eval(), lambda b: b.train(), "eval\\(\\) was called of body of"),
+    "a mode below": (lambda m: m.body, lambda b: b.drop.eval(), lambda b: b.train(), "of body.drop of the local model"),
+    "a setting": (
+        lambda m: m.tail[1],
+        lambda one: setattr(one, "negative_slope", 0.5),
+        lambda one: setattr(one, "negative_slope", 0.1),
+        "tail.1.negative_slope of the local model was changed",
+    ),
+    "an attribute": (
+        lambda m: (m.tail, m.body),
+        lambda both: setattr(both[1], "scale", 0.5),
+        lambda both: setattr(both[1], "scale", 1.0),
+        "body.scale of the local model was changed",
+    ),
+    "a module": (lambda m: m.tail, lambda t: t.append(nn.ReLU()), lambda t: t.pop(2), "tail.2 was added"),
+    "a buffer": (
+        lambda m: (m.body, m.body.mask),
+        lambda both: setattr(both[0], "mask", torch.zeros(3)),
+        lambda both: setattr(both[0], "mask", both[1]),
+        "body.mask was replaced",
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("what", PARTS)
+def test_a_change_of_a_part_that_the_script_keeps_is_refused_until_it_is_undone(what: str, steps: int) -> None:
+    kept, change, undo, message = PARTS[what]
+    part, model = made_deep(kept)
+    for _ in range(steps):
+        model.train_step(X)
+    change(part)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=message):
+            model.train_step(X)
+    undo(part)
+    assert model.train_step(X).isfinite()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_hook_on_a_part_that_the_script_keeps_is_refused(steps: int) -> None:
+    part, model = made_deep(lambda m: m.body.first)
+    for _ in range(steps):
+        model.train_step(X)
+    hook = part.register_forward_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="a hook was added to body.first after parallelize"):
+        model.train_step(X)
+    hook.remove()
+    assert model.train_step(X).isfinite()
+
+
+def test_parts_are_watched_as_long_as_the_script_keeps_them() -> None:
+    gc.disable()
+    try:
+        (body, tail), model = made_deep(lambda m: (m.body, m.tail))
+        model.train_step(X)
+        gone, weight = weakref.ref(body), weakref.ref(body.first.weight)
+        del body
+        assert gone() is None
+        assert weight() is None or weight() is model.body.first.weight
+        model.train_step(X)
+        tail.eval()
+        with pytest.raises(UsageError, match="eval\\(\\) was called of tail of the local model"):
+            model.train_step(X)
+        del tail
+        assert model.train_step(X).isfinite()
+    finally:
+        gc.enable()
+
+
+def test_what_is_changed_on_a_part_and_on_the_parallel_model_acts() -> None:
+    part, model = made_deep(lambda m: m.body)
+    for one in (part, model.body):
+        one.scale = 0.5
+        one.eval()
+    for _ in range(2):
+        assert model.train_step(X).isfinite()
+    model.train()
+    assert model.train_step(X).isfinite()
+
+
+def test_a_part_that_is_made_parallel_itself_is_free() -> None:
+    local = Deep()
+    model = whale.parallelize(local, X, device="cpu")
+    model.train_step(X)
+    local.body.scale = 0.5
+    alone = whale.parallelize(local.body, X, device="cpu")
+    assert model.train_step(X).isfinite()
+    assert alone.train_step(X).isfinite()
+    local.tail.eval()
+    with pytest.raises(UsageError, match="eval\\(\\) was called of tail of the local model"):
+        model.train_step(X)
+
+
 def test_the_local_model_is_not_kept() -> None:
     gc.disable()
     try:

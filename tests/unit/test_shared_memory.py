@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import whale
 from whale.compile.compile import compile_model
@@ -72,12 +73,51 @@ def test_what_follows_a_trained_parameter_needs_it_whole(make: Callable[[Tensor]
     def check(**options: Any) -> None:
         model = follows(make)
         compilation = compile_model(model, X, Cluster.homogeneous(2), Options(**options), device="cpu", training=True)
-        check_shared_memory(model, compilation)
+        check_shared_memory(model, compilation, ())
 
     check(default=whale.replicate().strategy)
     for options in ({"default": whale.split().strategy}, {"state": StateSharding(1)}):
         with pytest.raises(UsageError, match=r"layer\.weight is trained and shares memory with seen, but a rank has"):
             check(**options)
+
+
+KEEPERS: dict[str, Callable[[Any], Any]] = {
+    "an attribute": lambda weight: weight.detach(),
+    "a view": lambda weight: weight.data[0],
+    "a list": lambda weight: [torch.ones(6), weight.detach()],
+    "a dict in a dict": lambda weight: {"a": {"b": weight.detach().T}},
+}
+
+
+@pytest.mark.parametrize("kind", KEEPERS)
+def test_a_tensor_that_is_no_state_is_no_view_of_a_trained_parameter(kind: str) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(6, 6, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64)
+            self.kept = KEEPERS[kind](self.layer.weight)
+
+        def forward(self, x: Tensor) -> Any:
+            (*_, last) = pytree.tree_leaves(self.kept)
+            return (self.last(self.layer(x)) * last.sum()).square().mean()
+
+    local = Keeps()
+    with pytest.raises(UsageError, match=r"layer\.weight is trained and shares memory with kept, which is no buffer"):
+        whale.parallelize(local, X, device="cpu")
+    local.layer.requires_grad_(False)
+    made: Any = whale.parallelize(local, X, device="cpu")
+    assert made.train_step(X).item() == pytest.approx(local(X).item(), rel=1e-12)
+
+
+def test_a_global_is_no_view_of_a_trained_parameter() -> None:
+    local = nn.Linear(6, 6, dtype=torch.float64)
+    seen = local.weight.detach()
+
+    def loss_fn(output: Tensor, batch: Any) -> Tensor:
+        return output.square().mean() + seen.sum()
+
+    with pytest.raises(UsageError, match="weight is trained and shares memory with seen, which is no buffer"):
+        whale.parallelize(local, X, device="cpu", loss_fn=loss_fn)
 
 
 def test_parts_of_one_memory_that_do_not_meet_are_tensors_as_any() -> None:
@@ -88,7 +128,7 @@ def test_parts_of_one_memory_that_do_not_meet_are_tensors_as_any() -> None:
     options = Options(default=whale.split().strategy)
     loss = lambda output, batch: output.square().mean()  # noqa: E731
     compilation = compile_model(model, X, Cluster.homogeneous(2), options, device="cpu", training=True, loss_fn=loss)
-    check_shared_memory(model, compilation)
+    check_shared_memory(model, compilation, ())
 
 
 def test_a_region_without_gradients_may_not_read_values() -> None:

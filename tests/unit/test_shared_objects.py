@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
+from whale.errors import UsageError
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
 
@@ -42,7 +43,7 @@ class Slots:
 
 
 class Model(nn.Module):
-    def __init__(self, held: Any, read: Callable[[Any], float]) -> None:
+    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear, self.held, self.read = nn.Linear(3, 2).double(), held, read
@@ -56,9 +57,10 @@ def factor_of(x: Any) -> float:
 
 
 NAMESPACE, SCHEDULE, SLOTS = SimpleNamespace(factor=1.0), Schedule(), Slots()
+TABLE = torch.ones(2, dtype=torch.float64)
 OPTIONS, ARRAY, ITEMS = {"of": {"factor": 1.0}}, np.ones(2), deque([1.0])
 
-KINDS: dict[str, tuple[Any, Callable[[Any], float], Callable[[float], Any]]] = {
+KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[float], Any]]] = {
     "a namespace": (NAMESPACE, factor_of, lambda value: setattr(NAMESPACE, "factor", value)),
     "an object": (SCHEDULE, lambda x: x(), lambda value: setattr(SCHEDULE, "factor", value)),
     "its slot": (SLOTS, factor_of, lambda value: setattr(SLOTS, "factor", value)),
@@ -67,6 +69,8 @@ KINDS: dict[str, tuple[Any, Callable[[Any], float], Callable[[float], Any]]] = {
     "in a tuple": (Pair("a", SCHEDULE), lambda x: x.of(), lambda value: setattr(SCHEDULE, "factor", value)),
     "a dict": (OPTIONS, lambda x: x["of"]["factor"], lambda value: OPTIONS["of"].update(factor=value)),
     "a deque": (ITEMS, lambda x: x[0], lambda value: ITEMS.__setitem__(0, value)),
+    "a tensor": (TABLE, lambda x: x.sum(), lambda value: TABLE.fill_(value)),
+    "a tensor in it": (SimpleNamespace(of=TABLE), lambda x: x.of.sum(), lambda value: TABLE.fill_(value)),
     "an array": (ARRAY, lambda x: float(x[1]), lambda value: ARRAY.__setitem__(1, value)),
 }
 
@@ -108,13 +112,65 @@ def test_a_loss_and_a_model_have_one_object(through: str) -> None:
         assert model.train_step(X).item() == pytest.approx(loss_fn(twin(X), X).item(), abs=1e-12)
 
 
-def test_an_object_that_reaches_a_module_or_a_tensor_is_the_parallel_models_own() -> None:
+class Scaling:
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * self.factor
+
+    def before(self, module: nn.Module, args: Any) -> Any:
+        return (args[0] * self.factor,)
+
+
+@pytest.mark.parametrize("kind", ["an object", "a method", "a method before", "a partial"])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_a_script_changes_in_a_hook_acts(kind: str, keeps: bool) -> None:
+    def made(scaling: Scaling) -> Model:
+        model = Model(None, lambda _: 1.0)
+        if kind == "a method before":
+            model.linear.register_forward_pre_hook(scaling.before)
+        else:
+            hooks: dict[str, Any] = {"an object": scaling, "a method": scaling.__call__, "a partial": partial(scaling)}
+            model.linear.register_forward_hook(hooks[kind])
+        return model
+
+    scaling = Scaling()
+    twin, local = made(scaling), made(scaling)
+    model: Any = whale.parallelize(local, X, device="cpu")
+    if not keeps:
+        del local
+    for value in (1.0, 0.5, 2.0):
+        scaling.factor = value
+        assert model.train_step(X).item() == pytest.approx(twin(X).item(), abs=1e-12)
+
+
+def test_a_hook_that_reaches_a_module_is_changed_in_the_parallel_model() -> None:
+    def made() -> tuple[Model, Scaling]:
+        model, scaling = Model(None, lambda _: 1.0), Scaling()
+        scaling.of = model.linear  # type: ignore[attr-defined]
+        model.linear.register_forward_hook(scaling)
+        return model, scaling
+
+    (twin, of_twin), (local, of_local) = made(), made()
+    model: Any = whale.parallelize(local, X, device="cpu")
+    (hook,) = model.linear._forward_hooks.values()
+    for value in (1.0, 0.5):
+        hook.factor = of_twin.factor = value
+        assert model.train_step(X).item() == pytest.approx(twin(X).item(), abs=1e-12)
+    of_local.factor = 3.0
+    with pytest.raises(UsageError, match="a hook of linear of the local model was changed after parallelize"):
+        model.train_step(X)
+
+
+def test_an_object_that_reaches_a_module_or_a_state_is_the_parallel_models_own() -> None:
     class Reaches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(3, 2).double()
             self.inner = SimpleNamespace(of=[self.linear], factor=1.0)
-            self.scales = SimpleNamespace(all=[torch.ones(2, dtype=torch.float64)])
+            self.register_buffer("scale", torch.ones(2, dtype=torch.float64))
+            self.scales = SimpleNamespace(own=self.scale, all=[torch.ones(2, dtype=torch.float64)])
 
         def forward(self, x: Tensor) -> Tensor:
             return (self.inner.of[0](x) * self.scales.all[0]).sum() * self.inner.factor

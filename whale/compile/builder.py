@@ -26,7 +26,6 @@ from whale.compile.trace import Traced, trace
 from whale.compile.unread import check_places, forms_of_unread
 from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
-from whale.graph.code_names import names_in_code
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster
@@ -103,11 +102,12 @@ class Builder:
         options: Options,
         world: World,
         loss_fn: Callable[..., Any] | None,
+        sources: Sources,
         initial: InitialValues | None,
         clock: RNGPosition,
     ) -> None:
         self.model: nn.Module | None = model
-        self.initial = initial
+        self.initial, self.sources = initial, sources
         self.template, self.cluster, self.options, self.world, self.loss_fn = template, cluster, options, world, loss_fn
         self.clock = clock
         self.made = Groups(world)
@@ -217,8 +217,7 @@ class Builder:
         if bring == "parts" and engine.local is not None:
             engine.local.divide_samples(step.stages, example)
         attend(engine, named)
-        sources = Sources(*names_in_code(self.template, self.loss_fn))
-        return parallel_module(self.template, engine, _leaves, sources, model, looks)
+        return parallel_module(self.template, engine, _leaves, self.sources, model, looks)
 
     def _learn(self, kind: Kind, batch: Mapping[str, Any], placed: PlacedStep) -> None:
         """Let a compiled step be one of those from which steps for other sizes are made. All ranks must call it."""

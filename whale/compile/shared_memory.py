@@ -1,10 +1,10 @@
-"""Parameters and buffers that share memory under several names, as ``register_buffer("last", weight.detach())``: a step
-knows them as tensors of their own, and what it writes to one of them is not in the other.
+"""Parameters, buffers and other tensors of a model that share memory, as ``register_buffer("last", weight.detach())``:
+a step knows them as tensors of their own, and what it writes to one of them is not in the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -23,15 +23,20 @@ class _Stretch(NamedTuple):
     name: str
 
 
-def check_shared_memory(model: nn.Module, compilation: Compilation) -> None:
+def check_shared_memory(model: nn.Module, compilation: Compilation, plain: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse a model of which one tensor is written to, by the forward or by training, and another one shares its
     memory, where a rank does not have both whole. All ranks find the same.
+
+    Args:
+        model: the local model.
+        compilation: of it.
+        plain: tensors that its code reads and that are neither parameters nor buffers, by name.
 
     Raises:
         UsageError: names both.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    pairs = list(_sharing(tensors))
+    pairs = [pair for pair in _sharing([*tensors.items(), *plain]) if not tensors.keys().isdisjoint(pair)]
     if not pairs:
         return
     ranks = sorted({rank for stage in compilation.stages for rank in stage.mesh.ranks})
@@ -51,20 +56,25 @@ def check_shared_memory(model: nn.Module, compilation: Compilation) -> None:
                 f"the forward writes to the buffer {name}, which shares memory with {rest}: a step has a tensor for "
                 "each; keep one of them, and let the forward take the other as a view of it"
             )
-        trained = next((name for name in (one, other) if tensors[name].requires_grad), None)
+        trained = next((name for name in (one, other) if name in tensors and tensors[name].requires_grad), None)
+        rest = other if trained == one else one
+        if trained and rest not in tensors:
+            raise UsageError(
+                f"{trained} is trained and shares memory with {rest}, which is no buffer of the model: steps would "
+                f"read the values that it has now; let the forward compute {rest} of {trained}"
+            )
         if trained and (compilation.units or not (is_whole(one) and is_whole(other))):
-            rest = other if trained == one else one
             raise UsageError(
                 f"{trained} is trained and shares memory with {rest}, but a rank has a part of it, or not both: let "
                 f"the forward compute {rest} of {trained}, or leave both whole on every rank (replicate, without zero)"
             )
 
 
-def _sharing(tensors: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
+def _sharing(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
     """The names of tensors that have memory in common."""
     stretches = sorted(
         _Stretch(x.data_ptr(), x.data_ptr() + _extent(x) * x.element_size(), name)
-        for name, x in tensors.items()
+        for name, x in tensors
         if not x.is_meta and x.numel() and not x.is_sparse
     )
     before: list[_Stretch] = []

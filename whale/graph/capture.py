@@ -270,9 +270,18 @@ def _without_caches(model: nn.Module) -> None:
             config.use_cache = False  # type: ignore[union-attr]
 
 
+def _register_plain(model: nn.Module) -> None:
+    """Register the buffers that modules have as plain attributes too, as ``self.mean = self.norm.running_mean``."""
+    buffers = {id(buffer) for buffer in model.buffers()}
+    for module in model.modules():
+        for name in [name for name, x in vars(module).items() if id(x) in buffers]:
+            module._buffers[name] = vars(module).pop(name)
+
+
 def _duplicate(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """A copy of the model with fake tensors, as it is traced."""
     duplicate = fake_copy(model, mode, device)
+    _register_plain(duplicate)
     _without_caches(duplicate)
     wrap_annotated(duplicate)
     return duplicate
@@ -373,6 +382,7 @@ def capture(
             elif steadiness.kept_something:
                 steadiness.check(program.graph, lambda: exported_again(duplicate, steadiness.end), run)
                 steadiness.leave(model)
+            _merge_tied(program, duplicate, model)
             if first is None and _mutates(program.graph):
                 _detach_regions(program.graph)
                 lines = _lines(program.graph)
@@ -604,7 +614,6 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
             leaf = next(user_inputs)
             if name in placeholders and isinstance(placeholders[name].meta.get("val"), torch.Tensor):
                 captured.inputs[name] = leaf
-    _merge_tied(captured)
     outputs = program.graph_signature.output_specs
     loss, *returned = [i for i, s in enumerate(outputs) if s.kind is OutputKind.USER_OUTPUT]
     mutated = [i for i, s in enumerate(outputs) if s.kind is OutputKind.BUFFER_MUTATION]
@@ -625,15 +634,21 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
     return captured
 
 
-def _merge_tied(captured: Captured) -> None:
-    """Merge the placeholders of tied tensors."""
-    for table in (captured.parameters, captured.buffers):
-        first: dict[str, fx.Node] = {}
-        for node in list(captured.graph.nodes):
-            if node.op != "placeholder" or node.name not in table:
-                continue
-            kept = first.setdefault(table[node.name], node)
-            if kept is not node:
-                node.replace_all_uses_with(kept)
-                del table[node.name]
-                captured.graph.erase_node(node)
+def _merge_tied(program: torch.export.ExportedProgram, duplicate: nn.Module, model: nn.Module) -> None:
+    """Merge the placeholders of tensors that *duplicate* has under several names, those of *model* first: of what is
+    written to one, functionalization knows nothing in the other."""
+    registered = [*duplicate.named_parameters(remove_duplicate=False), *duplicate.named_buffers(remove_duplicate=False)]
+    tensors = {f"model.{name}": tensor for name, tensor in registered}
+    own = {f"model.{name}" for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    holes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    first: dict[int, fx.Node] = {}
+    specs = program.graph_signature.input_specs
+    for spec in sorted(specs, key=lambda spec: spec.target not in own):
+        node, tensor = holes.get(spec.arg.name), tensors.get(spec.target or "")
+        if node is None or tensor is None:
+            continue
+        kept = first.setdefault(id(tensor), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            program.graph.erase_node(node)
+            specs.remove(spec)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from whale.ir.objects import CopiedFunction, deep_copy, slots_of
 
-__all__ = ["Attributes", "Changes", "Sources"]
+__all__ = ["Attributes", "Changes", "Sources", "Tokens"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _ATOMS = (*_PLAIN, type, FunctionType, ModuleType)
@@ -40,8 +40,13 @@ _LARGE, _DEEP = 10_000, 16
 """Number of elements from which on a container, and depth from which on an object, is not looked into."""
 
 
-_Name = tuple[str, str]
-"""An owner, as a module by its path, and the name of its attribute."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+_Name = tuple[str, str | int]
+"""An owner, as a module by its path, and the name of its attribute; or its table of hooks, and the number of one."""
+
+Tokens = dict[_Name, Hashable]
+"""Keys of values: equal for equal values."""
 
 
 class Sources(NamedTuple):
@@ -61,12 +66,12 @@ class Changes(NamedTuple):
 
     Attributes:
         key: names with values, equal for equal values; empty if there are none.
-        names: attributes of modules, and of their parameters, that were changed at any time, by path.
+        names: attributes of modules, of their parameters, and hooks, that were changed at any time, by path.
         source: gives the model that has their values; what it does not have was deleted.
     """
 
     key: tuple[tuple[str, Hashable], ...] = ()
-    names: Mapping[str, Collection[str]] = {}
+    names: Mapping[str, Collection[str | int]] = {}
     source: Callable[[], nn.Module | None] = lambda: None
 
     def __str__(self) -> str:
@@ -79,20 +84,31 @@ class Changes(NamedTuple):
             return
         memo: dict[int, Any] = {id(theirs): own for theirs, own in zip(source.modules(), model.modules(), strict=False)}
         in_own, in_theirs = _in_functions(model), _in_functions(source)
-        for path, names in self.names.items():
-            own, theirs = model.get_submodule(path), source.get_submodule(path)
-            table, held = own.__dict__, theirs.__dict__
+        for owner, names in self.names.items():
+            table, held = _table_of(model, owner), _table_of(source, owner)
             for name in names:
                 is_shared = id(held.get(name)) in in_theirs and id(table.get(name)) in in_own
                 if is_shared and _became(table[name], deep_copy(held[name], memo)):
                     continue
-                if name.endswith(_TRAINS):
-                    parameter = name.removesuffix(_TRAINS)
-                    own.get_parameter(parameter).requires_grad_(theirs.get_parameter(parameter).requires_grad)
+                if isinstance(name, str) and name.endswith(_TRAINS):
+                    parameter = f"{owner}.{name.removesuffix(_TRAINS)}".removeprefix(".")
+                    model.get_parameter(parameter).requires_grad_(source.get_parameter(parameter).requires_grad)
                     continue
                 table.pop(name, None)
                 if name in held:
                     table[name] = deep_copy(held[name], memo)
+
+
+def _table_of(model: nn.Module, owner: str) -> dict[Any, Any]:
+    """The attributes of a module of a model, or its hooks of a kind."""
+    path, _, kind = owner.rpartition(":")
+    return getattr(model.get_submodule(path), kind) if kind in _HOOKS else model.get_submodule(owner).__dict__
+
+
+def _full_name(owner: str, name: str | int) -> str:
+    if isinstance(name, int):
+        return f"a hook of {owner.rpartition(':')[0] or 'the model'}"
+    return f"{owner}.{name}".removeprefix(".")
 
 
 def _in_functions(model: nn.Module) -> set[int]:
@@ -123,16 +139,25 @@ def _became(x: Any, other: Any) -> bool:
 
 
 class _Same:
-    """An object as a key."""
+    """An object as a key, which does not keep it where it can be referred to weakly."""
 
     def __init__(self, x: Any, version: int = 0) -> None:
-        self.x, self.version = x, version
+        self._hash = hash((id(x), version))
+        self._version = version
+        self._get: Callable[[], Any]
+        try:
+            self._get = ref(x)
+        except TypeError:
+            self._get = lambda: x
 
     def __hash__(self) -> int:
-        return hash((id(self.x), self.version))
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.x is other.x and self.version == other.version
+        if not isinstance(other, _Same) or self._version != other._version:
+            return False
+        x = self._get()
+        return self is other or (x is not None and x is other._get())
 
 
 class _Again:
@@ -149,10 +174,17 @@ class Attributes:
     Args:
         root: the model.
         sources: what its code names.
-        before: those of a model of which *root* is a copy.
+        first: the first values of what is there, if they are not those of now.
+        ever: names of those that were changed at any time.
+
+    Attributes:
+        first: the first values.
+        ever: names of those that were changed at any time.
     """
 
-    def __init__(self, root: nn.Module, sources: Sources, before: Attributes | None = None) -> None:
+    def __init__(
+        self, root: nn.Module, sources: Sources, first: Tokens | None = None, ever: Collection[_Name] = ()
+    ) -> None:
         self.sources = sources
         self._root = ref(root)
         self._own = {id(module) for module in self._modules.values()}
@@ -161,10 +193,11 @@ class Attributes:
         elsewhere = (x for x in held if isinstance(x, nn.Parameter))  # of other ranks
         self._states = {id(x) for x in [*root.parameters(), *root.buffers(), *elsewhere]}
         self._given: dict[int, frozenset[str]] = {}
-        self._first: dict[_Name, Hashable] = before._first if before else self._tokens()
-        self._ever: dict[_Name, None] = dict(before._ever) if before else {}
+        self.first, self.ever = self._tokens(), dict.fromkeys(ever)
         self._changes = Changes()
-        if before:
+        if first is not None:
+            owners = {*self._modules, *(owner for owner, _ in self.first)}
+            self.first = {name: token for name, token in first.items() if name[0] in owners}
             self._compare()
         self._look()
 
@@ -190,29 +223,51 @@ class Attributes:
         except those that the model's code sets."""
         now, theirs = self._tokens(), other._tokens()
         return [
-            f"{owner}.{name}".removeprefix(".")
-            for owner, name in {**self._first, **now}
+            _full_name(owner, name)
+            for owner, name in {**self.first, **now}
             if name not in self.sources.stored
-            and self._first.get((owner, name)) != now.get((owner, name)) != theirs.get((owner, name))
+            and self.first.get((owner, name)) != now.get((owner, name)) != theirs.get((owner, name))
         ]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors in the values that are neither parameters nor buffers, by the names of the values."""
+        for owner, table, names in self._roots():
+            for name in names:
+                yield from ((_full_name(owner, name), x) for x in self._tensors_in(table[name], 1, set()))
+        for name, cell in self.sources.cells:
+            with suppress(ValueError):  # it is empty
+                yield from ((name, x) for x in self._tensors_in(cell.cell_contents, 1, set()))
+
+    def _tensors_in(self, x: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
+        if isinstance(x, _PLAIN) or id(x) in seen or depth > _DEEP:
+            return
+        seen.add(id(x))
+        if type(x) is Tensor and id(x) not in self._states:
+            yield x
+        for read in self._parts(x) or ():
+            for part in read():
+                yield from self._tensors_in(part, depth + 1, seen)
 
     def _compare(self) -> None:
         now = self._tokens()
-        changed = [name for name in {**self._first, **now} if self._first.get(name) != now.get(name)]
-        self._ever.update(dict.fromkeys(changed))
-        names: dict[str, list[str]] = {}
+        changed = [name for name in {**self.first, **now} if self.first.get(name) != now.get(name)]
+        self.ever.update(dict.fromkeys(changed))
+        names: dict[str, list[str | int]] = {}
         modules = self._modules
-        for owner, name in self._ever:
-            if owner in modules:
+        for owner, name in self.ever:
+            if owner in modules or isinstance(name, int):
                 names.setdefault(owner, []).append(name)
-        key = tuple((f"{owner}.{name}".removeprefix("."), now.get((owner, name))) for owner, name in changed)
+        key = tuple((_full_name(owner, name), now.get((owner, name))) for owner, name in changed)
         self._changes = Changes(key, names, self._root)
 
-    def _roots(self) -> Iterator[tuple[str, Mapping[str, Any], Collection[str]]]:
+    def _roots(self) -> Iterator[tuple[str, Mapping[Any, Any], Collection[Any]]]:
         """Tables with the names of their owners, and the names in each that matter."""
         modules = self._modules
         for path, module in modules.items():
             yield path, module.__dict__, self._named(module)
+            for hooks in _HOOKS:
+                if held := getattr(module, hooks):
+                    yield f"{path}:{hooks}", held, list(held)
         bases = (base for module in modules.values() for base in type(module).__mro__)
         for kind in dict.fromkeys(chain(bases, self.sources.classes)):
             if kind.__module__.partition(".")[0] not in ("torch", "builtins", "whale", "transformers"):
@@ -242,9 +297,9 @@ class Attributes:
         """Whether the code may read an attribute of this name."""
         return name in self.sources.names or any(piece in name for piece in self.sources.pieces)
 
-    def _tokens(self) -> dict[_Name, Hashable]:
+    def _tokens(self) -> Tokens:
         """Every value by name."""
-        found: dict[_Name, Hashable] = {}
+        found: Tokens = {}
         seen: dict[str, int] = {}
 
         def numbered(owner: str) -> str:

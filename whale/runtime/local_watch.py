@@ -1,63 +1,80 @@
-"""The local model after parallelize, while a script has it: steps do not see what is changed there.
+"""The local model after parallelize, while a script has it or modules of it: steps do not see what is changed there.
 
 ``model.train()``, ``model.alpha = 0.5`` or ``model.load_state_dict(state)`` of a script that keeps the local model
-beside the parallel one would change nothing in the training; the next step refuses them, if the parallel model is not
-changed likewise. A local model into which a state of the parallel one is loaded, as to generate with it, is one of its
-own from then on, and so is one that is given to parallelize again. Knows modules; no ranks and no steps.
+beside the parallel one, or ``backbone.eval()`` of one that keeps a module of it, would change nothing in the training;
+the next step refuses them, if the parallel model is not changed likewise. A local model into which a state of the
+parallel one is loaded, as to generate with it, is one of its own from then on, and so is one that is given to
+parallelize again. Knows modules; no ranks and no steps.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from whale.errors import UsageError
 from whale.runtime.agreement import fingerprints, is_other
-from whale.runtime.attributes import Attributes, Sources
-from whale.runtime.watch import Watch
+from whale.runtime.attributes import Attributes, Sources, Tokens
+from whale.runtime.watch import Shape, Watch
 
 __all__ = ["LocalWatch"]
 
 
-class _State:
-    """A local model as it was in parallelize. It keeps what the modules hold, but not the root, which keeps it alive.
+class _Modules(nn.Module):
+    """Modules of a model, under their paths in it, as far as a script has them. It does not keep them."""
 
-    Args:
-        root: the model.
-        sources: what its code names.
-        tensors: of the parallel model, by name; some are those of the local one.
-        looks: fingerprints of the model's parameters, by name, as far as they are known.
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._refs = {path: weakref.ref(module) for path, module in modules.items()}
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return ((path, module) for path, one in self._refs.items() if (module := one()) is not None)
+
+    def outermost(self) -> list[nn.Module]:
+        """The modules that are in no other one."""
+        own = list(self.modules())
+        inside = {id(x) for module in own for x in module._modules.values()}
+        return [module for module in own if id(module) not in inside]
+
+
+class _Known(NamedTuple):
+    """A model as it was in parallelize, by the paths of modules and the names of tensors. It keeps none of these.
+
+    Attributes:
+        modes: of training.
+        shapes: the tensors, modules and hooks that each module has.
+        tokens: of attributes.
+        versions: of the parameters that the parallel model does not share.
+        looks: fingerprints of these, until a training step has compared them: what is written through ``.data`` has no
+            version.
     """
 
-    def __init__(
-        self, root: nn.Module, sources: Sources, tensors: Mapping[str, Tensor], looks: Mapping[str, Tensor]
-    ) -> None:
-        self.watch = Watch(root, freezes=True, moves=True)
-        self.modes = self.watch.modes()
-        self.attributes = Attributes(root, Sources(sources.names, pieces=sources.pieces, stored=sources.stored))
-        self.apart = {n: p for n, p in root.named_parameters() if tensors.get(n) is not p and not p.is_meta}
-        self.versions = [p._version for p in self.apart.values()]
-        own = {name: look for name, look in looks.items() if name in self.apart}
-        unknown = {name: p for name, p in self.apart.items() if name not in own}
-        own |= zip(unknown, fingerprints(unknown.values()), strict=True)
-        self.looks: dict[str, Tensor] | None = own
+    modes: dict[str, bool]
+    shapes: dict[str, Shape]
+    tokens: Tokens
+    versions: dict[str, int]
+    looks: dict[str, Tensor]
 
-    def written(self, *, train: bool) -> str | None:
-        """The first parameter with other values than in parallelize. Those that are written through ``.data`` have no
-        version: the first training step compares the values."""
-        for (name, p), version in zip(self.apart.items(), self.versions, strict=True):
-            if p._version != version:
-                return name
-        if self.looks is None or not train:
-            return None
-        looks, self.looks = self.looks, None
-        now = fingerprints(self.apart.values())
-        for (name, p), look in zip(self.apart.items(), now, strict=True):
-            if p.device == looks[name].device and is_other(look, looks[name]):
-                return name
-        return None
+
+class _State:
+    """Modules as they are now. It keeps what they hold, and so all but the outermost ones."""
+
+    def __init__(self, modules: _Modules, sources: Sources, tokens: Tokens | None = None) -> None:
+        self.modules = modules
+        self.watch = Watch(modules, freezes=True, moves=True)
+        self.attributes = Attributes(modules, sources, tokens)
+        self.modes = self.watch.modes()
+        self.parameters = dict(modules.named_parameters(remove_duplicate=False))
+        self.versions = [p._version for p in self.parameters.values()]
+
+    def goes_by(self, known: _Known) -> None:
+        """Compare with what is known from now on."""
+        self.modes = tuple(known.modes[path] for path in self.watch.paths)
+        self.parameters = {name: p for name, p in self.parameters.items() if name in known.versions}
+        self.versions = [known.versions[name] for name in self.parameters]
 
 
 class LocalWatch:
@@ -66,27 +83,39 @@ class LocalWatch:
     Args:
         root: the model.
         sources: what its code names.
-        tensors: of the parallel model, by name.
+        tensors: of the parallel model, by name; some are those of the local one.
         looks: fingerprints of its parameters, by name, as far as they are known.
 
     Attributes:
+        is_alive: whether the script may have some of it that is not of another model.
         is_read: whether a state of the parallel model was read since the last step.
     """
 
     def __init__(
         self, root: nn.Module, sources: Sources, tensors: Mapping[str, Tensor], looks: Mapping[str, Tensor]
     ) -> None:
-        held = self._held = [_State(root, sources, tensors, looks)]
-        self._root = weakref.ref(root, lambda _: held.clear())
-        if root in _watches:
-            _watches[root]._held.clear()
-        _watches[root] = self
-        self.is_read = False
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the script has it, and it is not one of its own."""
-        return bool(self._held)
+        self._sources = Sources(sources.names, pieces=sources.pieces, stored=sources.stored)
+        self._modules = _Modules(dict(root.named_modules()))
+        self._held: list[_State] = []
+        self.is_alive, self.is_read = True, False
+        for module in self._modules.modules():
+            if module in _watches:
+                _watches[module]._held.clear()
+            _watches[module] = self
+        state = _State(self._modules, self._sources)
+        shared = {id(x) for x in tensors.values()}
+        apart = {name: p for name, p in state.parameters.items() if id(p) not in shared and not p.is_meta}
+        own = {name: look for name, look in looks.items() if name in apart}
+        unknown = {name: p for name, p in root.named_parameters() if name in apart and name not in own}
+        own |= zip(unknown, fingerprints(unknown.values()), strict=True)
+        self._known = _Known(
+            modes=dict(zip(state.watch.paths, state.modes, strict=True)),
+            shapes={path: Shape.of(module) for path, module in self._modules.named_modules()},
+            tokens=dict(state.attributes.first),
+            versions={name: p._version for name, p in apart.items()},
+            looks=own,
+        )
+        self._hold(state)
 
     def check(self, parallel: Watch, attributes: Attributes, *, train: bool) -> None:
         """Compare the model with what it was in parallelize, and with the parallel one.
@@ -95,11 +124,13 @@ class LocalWatch:
             UsageError: it was changed, and a step of the parallel model would compute something else if it had been
                 that; names what, and what to do instead.
         """
-        state = self._held[0]
+        state = self._held[0] if self._held else self._left()
+        if state is None:
+            return
         is_read, self.is_read = self.is_read, False
-        name = state.written(train=train)
+        name = self._written(state, train=train)
         if name is not None and is_read:
-            self._held.clear()
+            self._forget()
         elif name is not None:
             raise UsageError(
                 f"values were written into {name} of the local model after parallelize, which steps do not see: load "
@@ -108,34 +139,82 @@ class LocalWatch:
         else:
             self._check_modules(state, parallel, attributes, train=train)
 
+    def _hold(self, state: _State) -> _State:
+        """Keep a state while the script has all of its outermost modules."""
+        state.goes_by(self._known)
+        held = self._held
+        held[:] = [state]
+        self._outermost = [weakref.ref(module, lambda _: held.clear()) for module in state.modules.outermost()]
+        return state
+
+    def _left(self) -> _State | None:
+        """The state of the modules that the script still has, where it dropped the model, or some are another's.
+
+        Raises:
+            UsageError: they have other modules, tensors or hooks than in parallelize.
+        """
+        left = {path: module for path, module in self._modules.named_modules() if _watches.get(module) is self}
+        if not left:
+            self._forget()
+            return None
+        for path, module in left.items():
+            difference = self._known.shapes[path].difference(path, module)
+            if difference is not None:
+                raise UsageError(f"in the local model, {difference} before parallelize{_COPY}")
+        self._modules = _Modules(left)
+        return self._hold(_State(self._modules, self._sources, self._known.tokens))
+
+    def _forget(self) -> None:
+        self._held.clear()
+        self.is_alive = False
+
+    def _written(self, state: _State, *, train: bool) -> str | None:
+        """The first parameter with other values than in parallelize."""
+        versions = [p._version for p in state.parameters.values()]
+        if versions != state.versions:
+            own = zip(state.parameters, versions, state.versions, strict=True)
+            return next(name for name, now, before in own if now != before)
+        if not self._known.looks or not train:
+            return None
+        looks = {name: look for name, look in self._known.looks.items() if name in state.parameters}
+        self._known.looks.clear()
+        now = fingerprints([state.parameters[name] for name in looks])
+        for (name, before), look in zip(looks.items(), now, strict=True):
+            if before.device == look.device and is_other(look, before):
+                return name
+        return None
+
     def _check_modules(self, state: _State, parallel: Watch, attributes: Attributes, *, train: bool) -> None:
         if not state.watch.is_same():
             raise UsageError(f"in the local model, {state.watch.difference()} before parallelize{_COPY}")
-        root = self._root()
-        if state.attributes.changes().key and root is not None:
+        if state.attributes.changes().key:
             unlike = state.attributes.unlike(attributes)
             if unlike:
                 raise UsageError(
                     f"{unlike[0]} of the local model was changed after parallelize, which steps do not see: change it "
                     f"in the model that parallelize has returned{_COPY}"
                 )
-            state.attributes = Attributes(root, state.attributes.sources)
+            state.attributes = Attributes(state.modules, self._sources)
+            self._known.tokens.update(state.attributes.first)
         modes = state.watch.modes()
         if train and modes != state.modes:
-            own = zip(state.watch.paths, modes, state.modes, parallel.modes(), strict=False)
-            for path, mode, before, other in own:
-                if mode != before and mode != other:
-                    called = "train()" if mode else "eval()"
-                    where = f"{path} of the local model" if path else "the local model"
-                    raise UsageError(
-                        f"{called} was called of {where} after parallelize, but the parallel model trains in "
-                        f"{'training' if other else 'evaluation'} mode: call {called} of the model that parallelize "
-                        f"has returned{_COPY}"
-                    )
-            state.modes = modes
+            self._check_modes(state, modes, dict(zip(parallel.paths, parallel.modes(), strict=True)))
+
+    def _check_modes(self, state: _State, modes: tuple[bool, ...], parallel: Mapping[str, bool]) -> None:
+        for path, mode, before in zip(state.watch.paths, modes, state.modes, strict=True):
+            if before != mode != parallel.get(path, mode):
+                called = "train()" if mode else "eval()"
+                where = f"{path} of the local model" if path else "the local model"
+                raise UsageError(
+                    f"{called} was called of {where} after parallelize, but the parallel model trains in "
+                    f"{'evaluation' if mode else 'training'} mode: call {called} of the model that parallelize "
+                    f"has returned{_COPY}"
+                )
+        state.modes = modes
+        self._known.modes.update(zip(state.watch.paths, modes, strict=True))
 
 
 _COPY = "; if the local model has another purpose, give parallelize a copy.deepcopy of it"
 
 _watches: weakref.WeakKeyDictionary[nn.Module, LocalWatch] = weakref.WeakKeyDictionary()
-"""The last watch of each local model."""
+"""The last watch of each module of local models."""

@@ -412,7 +412,8 @@ class ParallelModule(nn.Module):
         engine = self._whale.engine.with_copies(memo)
         state = {key: value for key, value in self.__dict__.items() if key != "_whale"}
         made.__dict__.update(copy.deepcopy(state, memo))
-        attributes = Attributes(made, self._whale.attributes.sources, self._whale.attributes)
+        before = self._whale.attributes
+        attributes = Attributes(made, before.sources, before.first, before.ever)
         watch = Watch(made, freezes=self._whale.watch.freezes)
         made.__dict__["_whale"] = self._whale._replace(engine=engine, watch=watch, attributes=attributes)
         return made

@@ -1,21 +1,22 @@
 """Objects of a local model that its parallel model has too, as configurations and schedules.
 
 A script that has made ``config`` for a model changes it between steps, and its loss reads it, wherever the model is:
-the parallel model has the same object, not a copy. An object that reaches a module or a tensor is copied with the
-model: those of the parallel model are others. Knows objects; no ranks and no steps.
+the parallel model has the same object, not a copy. So it does with tensors that are no state of the model, as a table
+that the script writes to. An object that reaches a module, a parameter or a buffer is copied with the model: those of
+the parallel model are others. Knows objects; no ranks and no steps.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from whale.ir.objects import slots_of
 
@@ -30,12 +31,14 @@ _MOST = 100_000
 
 
 def shared_objects(model: nn.Module, copied: nn.Module) -> dict[int, Any]:
-    """The objects of a model that reach no module and no tensor, by the identity of their copies in a copy of it."""
+    """The objects of a model that reach no module and none of its states, by the identity of their copies in a copy of
+    it."""
     found: dict[int, Any] = {}
+    states = {id(x) for x in chain(copied.parameters(), copied.buffers())}
     for (_, module), (_, other) in zip(model.named_modules(), copied.named_modules(), strict=True):
         for x, its in _pairs_of(module, other):
             pairs: dict[int, Any] = {}
-            if _are_alike(x, its, pairs):
+            if _are_alike(x, its, pairs, states):
                 found |= pairs
     return found
 
@@ -50,8 +53,9 @@ def _pairs_of(module: nn.Module, other: nn.Module) -> Iterator[tuple[Any, Any]]:
                 yield x, copies[name]
 
 
-def _are_alike(x: Any, other: Any, pairs: dict[int, Any]) -> bool:
-    """Whether an object and its copy are alike in all that they reach, which is of no model; adds these to *pairs*."""
+def _are_alike(x: Any, other: Any, pairs: dict[int, Any], states: Collection[int]) -> bool:
+    """Whether an object and its copy are alike in all that they reach, which is of no model, and no state of one; adds
+    these to *pairs*."""
     waiting = [(x, other)]
     while waiting:
         one, its = waiting.pop()
@@ -59,7 +63,7 @@ def _are_alike(x: Any, other: Any, pairs: dict[int, Any]) -> bool:
             if pairs.get(id(its), one) is not one and not isinstance(one, _PLAIN):
                 return False
             continue
-        parts = _parts_of(one) if type(one) is type(its) else None
+        parts = _parts_of(one) if type(one) is type(its) and id(its) not in states else None
         others = _parts_of(its) if parts is not None else None
         if parts is None or others is None or len(parts) != len(others) or len(pairs) > _MOST:
             return False
@@ -71,6 +75,8 @@ def _are_alike(x: Any, other: Any, pairs: dict[int, Any]) -> bool:
 def _parts_of(x: Any) -> list[Any] | None:
     """The parts of an object in an order that its copies have too; None of one that is copied with a model."""
     kind = type(x)
+    if kind is Tensor:
+        return None if x.requires_grad else []
     if kind is dict or (isinstance(x, dict) and kind.__module__ == "collections"):
         return list(chain.from_iterable(x.items()))
     if kind in (list, tuple, deque) or (isinstance(x, tuple) and hasattr(x, "_make")):

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor, nn
 
 from whale.errors import UsageError
 
-__all__ = ["Watch"]
+__all__ = ["Shape", "Watch"]
 
 _HOOKS = (
     "_forward_hooks",
@@ -25,6 +26,41 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+
+class Shape(NamedTuple):
+    """The modules, tensors and hooks that a module has itself. It keeps none of them.
+
+    Attributes:
+        held: modules, parameters and buffers by their names; those that are None are absent.
+        hooks: numbers of hooks of each kind.
+    """
+
+    held: Mapping[str, ref[Any]]
+    hooks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Shape:
+        """The shape of a module as it is now."""
+        hooks = tuple([len(getattr(module, kind)) for kind in _HOOKS])
+        return cls({name: ref(x) for name, x in _held(module).items()}, hooks)
+
+    def difference(self, path: str, module: nn.Module) -> str | None:
+        """A sentence on the first difference of the module now, and on what to do instead, before parallelize."""
+        now = _held(module)
+        for name in {**self.held, **now}:
+            if name not in self.held or now.get(name) is not self.held[name]():
+                change = "added" if name not in self.held else "replaced" if name in now else "removed"
+                where = f"{path}.{name}".removeprefix(".")
+                return f"{where} was {change} after parallelize, which steps do not see: change the model"
+        if tuple([len(getattr(module, kind)) for kind in _HOOKS]) != self.hooks:
+            return _hooked(path or "the model")
+        return None
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    tables = (module._modules, module._parameters, module._buffers)
+    return {name: x for table in tables for name, x in table.items() if x is not None}
 
 
 class Watch:
@@ -122,10 +158,7 @@ class Watch:
             if len(hooks) != num:
                 own = number // len(_HOOKS)
                 path = (self.paths[own] or "the model") if own < len(self.paths) else "all modules"
-                return (
-                    f"a hook was added to {path} after parallelize, but steps call no modules: return from the model "
-                    "what the hook is to see, or do in a forward what it does,"
-                )
+                return _hooked(path)
         states = zip(
             self._names,
             self._tensors,
@@ -152,6 +185,13 @@ class Watch:
                     "ranks: change .grad after train_step, or write the model so"
                 )
         raise AssertionError("nothing differs")
+
+
+def _hooked(path: str) -> str:
+    return (
+        f"a hook was added to {path} after parallelize, but steps call no modules: return from the model what the hook "
+        "is to see, or do in a forward what it does,"
+    )
 
 
 def _num_hooks(t: Tensor) -> int:
