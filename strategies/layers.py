@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves, capture, copy_of, mark_gradients
 from whale.graph.chain import LayerChain, chain_of
-from whale.graph.copies import model_copy
+from whale.graph.copies import function_of_copy, model_copy
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
@@ -391,14 +391,16 @@ def layered(
             together = _chained(copy_of(captured), model, _filled(held, rows), scopes)
         else:
             blank = _blank(model, dtype)
-            together = _layered(blank, at_rows(batch, sum(rows)), tuple(rows), dtype, loss_fn, precision, scopes)
+            loss = loss_fn and function_of_copy(loss_fn, model, blank)
+            together = _layered(blank, at_rows(batch, sum(rows)), tuple(rows), dtype, loss, precision, scopes)
         return dict.fromkeys(rows, together)
     except _Coupled:
         pass
-    model = _blank(model, dtype)
+    blank = _blank(model, dtype)
+    loss = loss_fn and function_of_copy(loss_fn, model, blank)
     found: dict[int, LayeredModel] = {}
     for count in sorted(rows, reverse=True):
-        found[count] = _layered(model, at_rows(batch, count), (count,), dtype, loss_fn, precision, scopes)
+        found[count] = _layered(blank, at_rows(batch, count), (count,), dtype, loss, precision, scopes)
         found[count].like = next(iter(found.values())) if len(found) > 1 else None
     return {count: found[count] for count in rows}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -295,6 +297,70 @@ def test_a_buffer_that_a_forward_writes_has_two_names(kind: type[nn.Module]) -> 
         if parameter.grad is not None:
             torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
     assert model.eval_step(x).item() == pytest.approx(local.eval()(x).item())
+
+
+Batch = Any
+Loss = Callable[[Tensor, Batch], Any]
+
+
+def weight_decay(model: nn.Module) -> Loss:
+    return lambda output, batch: output.square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+def consolidation(model: nn.Module) -> Loss:
+    old = {name: p.detach() + 0.1 for name, p in model.named_parameters()}
+
+    def loss_fn(output: Tensor, batch: Batch) -> Tensor:
+        return output.square().mean() + sum((p - old[n]).square().sum() for n, p in model.named_parameters())
+
+    return loss_fn
+
+
+def by_a_partial(model: nn.Module) -> Loss:
+    def loss_fn(output: Tensor, batch: Batch, layer: nn.Module) -> Tensor:
+        return output.square().mean() + layer.get_parameter("weight").norm()
+
+    return functools.partial(loss_fn, layer=model.get_submodule("0"))
+
+
+def by_a_helper(model: nn.Module) -> Loss:
+    context: dict[str, Any] = {"model": model, "factor": 0.5}  # of which it reads a number
+
+    def penalty() -> Tensor:
+        weight = model.get_parameter("0.weight")
+        return (weight @ weight.T - torch.eye(4)).square().sum() * context["factor"]
+
+    return lambda output, batch: output.square().mean() + penalty()
+
+
+PENALTIES = {"decay": weight_decay, "consolidation": consolidation, "a partial": by_a_partial, "a helper": by_a_helper}
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_a_loss_reads_the_parameters_of_the_model(kind: str) -> None:
+    torch.manual_seed(0)
+    local = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, copied = torch.randn(4, 4, dtype=torch.float64), copy.deepcopy(local)
+    loss_fn = PENALTIES[kind](local)
+    model = whale.parallelize(copied, x, device="cpu", loss_fn=PENALTIES[kind](copied))
+    del copied  # the script gives its name to the parallel model
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (local, model)]
+    for rows in (4, 4, 2):
+        expected = loss_fn(local(x[:rows]), (x[:rows],))
+        expected.backward()
+        assert model.train_step(x[:rows]).item() == pytest.approx(expected.item(), rel=1e-12)
+        for name, p in local.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad, p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_loss_that_holds_parameters_in_a_list_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    parameters = list(model.parameters())
+    with pytest.raises(CaptureError, match="the model has not under a name.*read a parameter as its module's"):
+        whale.parallelize(model, X, device="cpu", loss_fn=lambda output, _: sum(p.sum() for p in parameters))
 
 
 def test_a_compiled_model_has_a_loss_fn() -> None:

@@ -28,7 +28,7 @@ from whale.errors import UsageError
 from whale.graph.canonical import DRAWS, canonicalize, functional, inline_regions
 from whale.graph.capture_checks import check_batch, check_constant, check_dtypes, check_hooks, check_static
 from whale.graph.capture_errors import capture_error
-from whale.graph.copies import model_copy
+from whale.graph.copies import function_of_copy, model_copy
 from whale.graph.custom_functions import checking_functions
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.losses import any_sum, pick_loss
@@ -45,6 +45,9 @@ from whale.ir.strategy import ScopePath, encode_scopes
 
 Batch = Any
 """A dict of keyword arguments, a tuple of positional arguments, or one tensor."""
+
+LossFn = Callable[..., Any]
+"""A function of a model's output and the batch."""
 
 
 @dataclass(kw_only=True)
@@ -278,13 +281,16 @@ def _register_plain(model: nn.Module) -> None:
             module._buffers[name] = vars(module).pop(name)
 
 
-def _duplicate(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """A copy of the model with fake tensors, as it is traced."""
+def _duplicate(
+    model: nn.Module, mode: FakeTensorMode, device: torch.device, loss_fn: LossFn | None
+) -> tuple[nn.Module, LossFn | None]:
+    """A copy of the model with fake tensors, as it is traced, and its loss."""
     duplicate = fake_copy(model, mode, device)
+    loss_fn = loss_fn and function_of_copy(loss_fn, model, duplicate)
     _register_plain(duplicate)
     _without_caches(duplicate)
     wrap_annotated(duplicate)
-    return duplicate
+    return duplicate, loss_fn
 
 
 def run_without_data(
@@ -299,7 +305,7 @@ def run_without_data(
     start: Callable[[nn.Module], None] = lambda duplicate: None,
 ) -> None:
     """Run the forward of a copy of *model* on fake leaves, after *start*."""
-    duplicate = _duplicate(model, mode, device)
+    duplicate, loss_fn = _duplicate(model, mode, device, loss_fn)
     root = _Loss(duplicate, list(fakes), loss_fn, returns=returns, numbers=dict.fromkeys(numbers))
     root.training = model.training
     with _tracing(), mode:
@@ -336,21 +342,26 @@ def capture(
     fakes = fake_batch(leaves, mode, device)
     found = _Found()
 
-    def duplicated() -> nn.Module:
-        return _duplicate(model, mode, device)
+    def duplicated() -> tuple[nn.Module, LossFn | None]:
+        return _duplicate(model, mode, device, loss_fn)
 
-    def root_of(duplicate: nn.Module, *checks: Callable[[], None], values: Mapping[str, float] | None = None) -> _Loss:
+    def root_of(
+        duplicate: nn.Module,
+        loss: LossFn | None,
+        *checks: Callable[[], None],
+        values: Mapping[str, float] | None = None,
+    ) -> _Loss:
         symbols = dict.fromkeys(given) if values is None else values
-        root = _Loss(duplicate, list(fakes), loss_fn, checks, returns, found, symbols)
+        root = _Loss(duplicate, list(fakes), loss, checks, returns, found, symbols)
         root.training = model.training  # modules inside of it keep their own modes
         return root
 
     def export(root: nn.Module) -> torch.export.ExportedProgram:
         return torch.export.export(root, tuple(fakes.values()), strict=False)
 
-    def exported_again(duplicate: nn.Module, end: Callable[[], None]) -> fx.Graph:
+    def exported_again(root: nn.Module) -> fx.Graph:
         with _tracing():
-            return export(root_of(duplicate, end)).graph
+            return export(root).graph
 
     def run(start: Callable[[nn.Module], None]) -> None:
         options: dict[str, Any] = {"device": device, "loss_fn": loss_fn, "returns": returns, "numbers": given}
@@ -360,19 +371,19 @@ def capture(
     def exported(*, copying: bool) -> tuple[torch.export.ExportedProgram, int]:
         """The exported program, and the number of stages that the forward enters; most equal layers are copies, unless
         all are traced."""
-        duplicate = duplicated()
+        duplicate, loss = duplicated()
         first: tuple[Steadiness, Listing] | None = None
         try:
             with _tracing() as entered:
                 repeats = Repeats(duplicate, entered) if copying else None
                 checks = [repeats.check] if repeats is not None else []
-                steadiness = Steadiness(duplicate, loss_fn)
+                steadiness = Steadiness(duplicate, loss)
                 with steadiness.observing():
-                    program = export(root_of(duplicate, *checks, steadiness.end))
+                    program = export(root_of(duplicate, loss, *checks, steadiness.end))
                 if repeats is not None:
                     repeats.finish(program.graph)
                 if given:
-                    constant = export(root_of(duplicated(), values=given)).graph
+                    constant = export(root_of(*duplicated(), values=given)).graph
                     numbers_to_tensors(program.graph, _holes(program, fakes, given), constant)
                 if not (copying and steadiness.kept_something):
                     check_static(program.graph, type(model).__name__)
@@ -380,8 +391,10 @@ def capture(
             if steadiness.kept_something and copying:
                 first = steadiness, listings[0]
             elif steadiness.kept_something:
-                steadiness.check(program.graph, lambda: exported_again(duplicate, steadiness.end), run)
+                root = root_of(duplicate, loss, steadiness.end)
+                steadiness.check(program.graph, lambda: exported_again(root), run)
                 steadiness.leave(model)
+            _check_constants(program, model)
             _merge_tied(program, duplicate, model)
             if first is None and _mutates(program.graph):
                 _detach_regions(program.graph)
@@ -607,8 +620,6 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
             captured.buffers[name] = aliases[target]
         elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ):
             constant = program.constants[spec.target]
-            if name in placeholders:
-                check_constant(constant, placeholders[name], model)
             captured.constants[name] = constant.detach() if isinstance(constant, torch.Tensor) else constant
         else:
             leaf = next(user_inputs)
@@ -632,6 +643,14 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
     output = captured.graph.output_node()
     output.args = (tuple(output.args[0][i] for i in [loss, *mutated, *returned]),)  # type: ignore[index]
     return captured
+
+
+def _check_constants(program: torch.export.ExportedProgram, model: nn.Module) -> None:
+    """Refuse a tensor without data that is no state of the model, before decompositions compute with it."""
+    holes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.CONSTANT_TENSOR and spec.arg.name in holes:
+            check_constant(program.constants[spec.target], holes[spec.arg.name], model)
 
 
 def _merge_tied(program: torch.export.ExportedProgram, duplicate: nn.Module, model: nn.Module) -> None:

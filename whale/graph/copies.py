@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from whale.errors import CaptureError
 from whale.graph.bytecode import names_of
 from whale.ir.objects import CopiedFunction, deep_copy
 
-__all__ = ["Bound", "model_copy"]
+__all__ = ["Bound", "function_of_copy", "model_copy"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -46,6 +46,21 @@ def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                     if function is not x:
                         table[name] = Bound(function, x, rebinding.used)
     return made
+
+
+def function_of_copy(function: Callable[..., Any], model: nn.Module, made: nn.Module) -> Callable[..., Any]:
+    """A function that reads modules or parameters of *model*, as a loss with a penalty does, with those of *made*, a
+    copy of it; itself where it has none in its variables."""
+    kinds = ("named_modules", "named_parameters", "named_buffers")
+    copies: dict[int, Any] = {}
+    for kind in kinds:
+        own = dict(getattr(made, kind)(remove_duplicate=False))
+        copies |= {id(x): own[name] for name, x in getattr(model, kind)(remove_duplicate=False) if name in own}
+    rebinding = _Rebinding(copies, strict=False)
+    found = rebinding.of(function)
+    if found is function or found is getattr(function, "function", None):
+        return function
+    return Bound(found, getattr(function, "origin", function), rebinding.used)
 
 
 def _check_parameters(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]) -> None:
@@ -75,13 +90,14 @@ class _Rebinding:
 
     Args:
         copies: by the identity of what is copied.
+        strict: refuse what refers to something that is copied, and cannot be copied itself; else it stays.
 
     Attributes:
         used: the copies that were used, by their identity.
     """
 
-    def __init__(self, copies: dict[int, Any]) -> None:
-        self.copies = copies
+    def __init__(self, copies: dict[int, Any], strict: bool = True) -> None:
+        self.copies, self.strict = copies, strict
         self._known: dict[int, tuple[Any, Any]] = {}
         self.used: dict[int, Any] = {}
 
@@ -112,7 +128,7 @@ class _Rebinding:
             return functools.partial(function, *args, **keywords) if changed else x
         if isinstance(x, Bound):
             return self.of(x.function)
-        if isinstance(x, RemovableHandle):
+        if isinstance(x, RemovableHandle) and self.strict:
             raise CaptureError(
                 "a function that is a module's forward, or a hook, has the handle of a hook, which it could remove: do "
                 "what is done once before parallelize, and remove the hook there"
@@ -129,6 +145,8 @@ class _Rebinding:
         if all(same):
             return x
         if any(same) and not isinstance(x, tuple):
+            if not self.strict:
+                return x
             raise CaptureError(
                 f"a function that is a module's forward, or a hook, holds a {type(x).__name__} with modules of the "
                 "model and with other values: the parallel model has other modules, and changes of this one could not "
