@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from whale.graph.nodes import graph_copy
 from whale.runtime.experts import product_of_groups
 from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram
 from whale.runtime.random import SeededAttention
@@ -229,9 +230,8 @@ def fused(program: LocalProgram) -> LocalProgram:
 
 
 def _fused(code: LocalCode) -> LocalCode:
-    graph, root = fx.Graph(), copy.copy(code.root)
+    graph, root = graph_copy(code.graph), copy.copy(code.root)
     root._modules = dict(code.root._modules)
-    graph.output(graph.graph_copy(code.graph, {}))
     for number, node in enumerate(graph.nodes):
         target = node.target
         if node.op == "call_module" and isinstance(seeded := root.get_submodule(str(target)), SeededAttention):

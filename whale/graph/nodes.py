@@ -1,18 +1,20 @@
 """Nodes that are added to a graph by the thousand, and roots to which modules are added.
 
 `torch.fx.Graph.create_node` looks through the arguments of every node for symbolic numbers, to warn of them, and takes
-most of its time for that. Whale's graphs have none, so a node gets its arguments after it is made.
+most of its time for that. Whale's graphs have none, so a node gets its arguments after it is made; and past
+`torch.fx.Node.__setattr__`, which files a node anew in its graph whatever is set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy
 from typing import Any
 
 from torch import fx, nn
 
-__all__ = ["copy_of_root", "create_node", "inner_modules", "node_copy"]
+_set = object.__setattr__
+
+__all__ = ["copy_of_root", "create_node", "graph_copy", "inner_modules", "node_copy"]
 
 
 def inner_modules(graph: fx.Graph) -> list[fx.GraphModule]:
@@ -32,7 +34,10 @@ def create_node(
 ) -> fx.Node:
     """Add a node, as `torch.fx.Graph.create_node` does."""
     node = graph.create_node(op, target, name=name, type_expr=type_expr)
-    node.args, node.kwargs = args, dict(kwargs or {})
+    if args:
+        _set(node, "args", args)
+    if kwargs:
+        _set(node, "kwargs", dict(kwargs))
     return node
 
 
@@ -40,7 +45,18 @@ def node_copy(graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], Any] = l
     """Add a copy of a node of any graph, which reads *read* of each that it reads: `torch.fx.Graph.node_copy`."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), read)
     made = create_node(graph, node.op, node.target, args, kwargs, node.name, node.type)
-    made.meta = copy(node.meta)
+    made.meta.update(node.meta)
+    return made
+
+
+def graph_copy(graph: fx.Graph) -> fx.Graph:
+    """A graph with copies of all nodes of another."""
+    made, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node.op == "output":
+            made.output(fx.map_arg(node.args[0], env.__getitem__))
+        else:
+            env[node] = node_copy(made, node, env.__getitem__)
     return made
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from whale.graph.nodes import graph_copy
 from whale.ir.check import CollectiveCall
 from whale.runtime.local_program import LocalCode, LocalGraph, LocalProgram
 from whale.strategies.folding import Fold
@@ -154,8 +155,7 @@ class _Marking:
     """A copy of a graph into which markers are put."""
 
     def __init__(self, code: LocalCode) -> None:
-        self.graph = fx.Graph()
-        self.graph.output(self.graph.graph_copy(code.graph, {}))
+        self.graph = graph_copy(code.graph)
         self.root = copy.copy(code.root)
         self.root._modules = dict(code.root._modules)
         self.nodes = list(self.graph.nodes)
