@@ -34,6 +34,7 @@ from whale.runtime.by_autograd import ByAutograd
 from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
 from whale.runtime.host import copied_by
+from whale.runtime.local_program import with_codes
 from whale.runtime.owned import HeldUnit
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Reducer
@@ -369,6 +370,7 @@ class DryStep:
             if folds := self.compilation.folds.get(index):
                 replays = [(fold, self._replay(fold)) for fold in folds]
                 stage.programs = [marked(stage.programs[0], replays, order[index])]
+            stage.programs = with_codes(stage.programs, lambda code: replace(code, runs_once=True))
             stage.taker = _Taker(self._reducer, self.live.log, self._ready)
         if self.device == "cuda" and not _runs_graphs(self.compilation, program, data, self.batch):
             for stage in step.stages:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-__all__ = ["called_directly"]
+__all__ = ["called_directly", "directly"]
 
 aten = torch.ops.aten
 
@@ -62,18 +62,26 @@ _DIRECT: dict[Any, _Direct] = {
 }
 
 
+def directly(node: fx.Node) -> Callable[..., Any]:
+    """The function that a call in a graph calls."""
+    target: Any = node.target
+    direct = _DIRECT.get(target)
+    if direct is not None and len(node.args) <= direct.positional and direct.named.issuperset(node.kwargs):
+        return direct.function
+    if target is aten._to_copy.default and _casts(node):
+        return Tensor.to
+    return target
+
+
 @contextmanager
 def called_directly(graph: fx.Graph) -> Iterator[None]:
     """Context in which code that is made of a graph calls torch's functions; the graph is as before afterwards."""
     changed = []
     for node in graph.nodes:
-        direct = _DIRECT.get(node.target) if node.op == "call_function" else None
-        if direct is not None and len(node.args) <= direct.positional and direct.named.issuperset(node.kwargs):
+        target = directly(node) if node.op == "call_function" else node.target
+        if target is not node.target:
             changed.append((node, node.target))
-            node.target = direct.function
-        elif node.op == "call_function" and node.target is aten._to_copy.default and _casts(node):
-            changed.append((node, node.target))
-            node.target = Tensor.to
+            node.target = target
     try:
         yield
     finally:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from whale.ir.garbage import without_collections
 from whale.runtime.collectives import CollectiveModule, Group
-from whale.runtime.direct_calls import called_directly
+from whale.runtime.direct_calls import called_directly, directly
 
 __all__ = [
     "INPUTS",
@@ -35,6 +36,7 @@ __all__ = [
     "there",
     "wait_for",
     "with_backwards",
+    "with_codes",
 ]
 
 Intervals = tuple[tuple[tuple[int, int], ...], ...]
@@ -72,13 +74,15 @@ class LocalCode:
     """A graph with the modules that it calls. torch makes code of it when it is first run, if it ever is.
 
     ``unbound`` is the code of which this is a copy with process groups: both run the same function. A ``boxed`` one is
-    called with its arguments in a list, which it empties, so that each is freed after its last use.
+    called with its arguments in a list, which it empties, so that each is freed after its last use. One that
+    ``runs_once`` is run node by node: to make code of it takes longer.
     """
 
     root: nn.Module
     graph: fx.Graph
     unbound: LocalCode | None = None
     boxed: bool = False
+    runs_once: bool = False
 
     @cached_property
     def module(self) -> fx.GraphModule:
@@ -90,6 +94,8 @@ class LocalCode:
     @cached_property
     def function(self) -> Callable[..., Any]:
         """The graph as a function of a root with its modules, and of its placeholders."""
+        if self.runs_once:
+            return partial(_run_by_node, self.graph, boxed=self.boxed)
         if self.unbound is not None:
             return self.unbound.function
         with called_directly(self.graph):
@@ -100,8 +106,39 @@ class LocalCode:
         return self.function(self.root, *args)
 
     def once(self, *args: Any) -> Any:
-        """Run it without making code of it, which takes longer than to run it node by node."""
-        return fx.Interpreter(self.root, graph=self.graph).run(*args)
+        """Run it without making code of it."""
+        return _run_by_node(self.graph, self.root, *args, boxed=self.boxed)
+
+
+def _run_by_node(graph: fx.Graph, root: nn.Module, *args: Any, boxed: bool) -> Any:
+    """Run a graph as its code does: values are freed after their last use."""
+    given: list[Any] = args[0] if boxed else list(args)
+    given.reverse()
+    freed: dict[fx.Node, list[fx.Node]] = {}
+    later = {node for node in graph.nodes if node.op == "placeholder" and not node.users}
+    for node in reversed(graph.nodes):
+        freed[node] = [x for x in (node, *node.all_input_nodes) if x not in later]
+        later.update(freed[node])
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        target: Any = node.target
+        if node.op == "placeholder":
+            values[node] = given.pop()
+            continue
+        read, named = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "output":
+            return read[0]
+        if node.op == "get_attr":
+            values[node] = attrgetter(target)(root)
+        elif node.op == "call_method":
+            values[node] = getattr(read[0], target)(*read[1:], **named)
+        else:
+            call = root.get_submodule(target) if node.op == "call_module" else directly(node)
+            values[node] = call(*read, **named)
+        read = named = None
+        for x in freed[node]:
+            del values[x]
+    return None
 
 
 class _Boxed(fx.graph.CodeGen):
@@ -233,13 +270,21 @@ def bound(programs: Sequence[LocalProgram], group_of: Callable[[str, tuple[int, 
         programs: of a stage's micro-batches; shared parts remain shared in the copies.
         group_of: the group of a module, by its name in its graph and its ranks.
     """
+
+    def with_groups(code: LocalCode) -> LocalCode:
+        return LocalCode(_with_groups(code.root, group_of), code.graph, unbound=code, boxed=code.boxed)
+
+    return with_codes(programs, with_groups)
+
+
+def with_codes(programs: Sequence[LocalProgram], change: Callable[[LocalCode], LocalCode]) -> list[LocalProgram]:
+    """The programs of a stage's micro-batches with changed codes; shared parts remain shared."""
     codes: dict[int, LocalCode] = {}
 
     def of_graph(graph: LocalGraph) -> LocalGraph:
         code = graph.code
         if id(code) not in codes:
-            root = _with_groups(code.root, group_of)
-            codes[id(code)] = LocalCode(root, code.graph, unbound=code, boxed=code.boxed)
+            codes[id(code)] = change(code)
         return LocalGraph(codes[id(code)], graph.sources)
 
     def of_program(program: LocalProgram) -> LocalProgram:
