@@ -428,7 +428,7 @@ def giants(m6: ModelProfile, folder: Path | None) -> str:
 
 def _giant(name: str, profile: ModelProfile, cluster: Cluster, configuration: Configuration) -> str:
     found = estimate(profile, cluster, configuration)
-    fullest = max(found.prediction.memory, key=lambda device: device.total / device.capacity)
+    fullest = max(found.prediction.memory, key=lambda device: device.share)
     total = sum(kind.variants[0].parameters for kind in profile.chain()) - sum(
         elements * (len(layers) - 1) for layers, elements in profile.tied
     )

@@ -99,7 +99,7 @@ def savings(plan: Plan) -> tuple[Saving, ...]:
     memory = plan.prediction.memory if plan.prediction is not None else ()
     if not memory:
         return ()
-    fullest = max(memory, key=lambda device: device.total / device.capacity)
+    fullest = max(memory, key=lambda device: device.share)
     found = []
     for index, stage in enumerate(plan.stages):
         if fullest.rank not in stage.ranks:
@@ -477,5 +477,6 @@ def _effects(plan: Plan) -> dict[str, float]:
         return {}
     found = {"step_seconds": prediction.step_seconds, "bubble": prediction.bubble}
     if prediction.memory:
-        found["fullest_bytes"] = float(max(device.total for device in prediction.memory))
+        fullest = max(prediction.memory, key=lambda device: device.share)
+        found |= {"fullest_bytes": float(fullest.total), "fullest_share": fullest.share}
     return found | {f"{part}_seconds": seconds for part, seconds in prediction.breakdown.items() if seconds > 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 
 from whale.ir.units import bytes_text
 from whale.ir.workload import DeviceMemory
@@ -12,7 +13,7 @@ from whale.planner.report.colours import PAINT, stage_colour, text_on
 from whale.planner.report.labels import ranks_text, stages_text, type_of_name
 from whale.planner.report.markup import Markup, element, picture, short
 
-__all__ = ["LEGEND", "fullness", "memory_view"]
+__all__ = ["LEGEND", "memory_view"]
 
 LEGEND = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "framework")
 """Categories of memory, from left to right; each is the name of its CSS class."""
@@ -22,11 +23,6 @@ MOST_ROWS = 64
 _WIDTH, _LEFT, _PLOT, _TOP = 960.0, 196.0, 564.0, 26.0
 _ROW, _PITCH = 18.0, 27.0
 _GIB = 2**30
-
-
-def fullness(device: DeviceMemory) -> float:
-    """Peak memory as a fraction of the capacity."""
-    return device.total / device.capacity
 
 
 def memory_view(memory: Sequence[DeviceMemory], stages: Mapping[int, tuple[int, ...]]) -> Markup:
@@ -45,7 +41,7 @@ def memory_view(memory: Sequence[DeviceMemory], stages: Mapping[int, tuple[int, 
         sorted(memory, key=lambda device: (stages.get(device.rank, ()), device.rank)),
         equal=lambda device: (place(device), device.capacity, tuple(getattr(device, name) for name in LEGEND)),
         similar=place,
-        weight=fullness,
+        weight=attrgetter("share"),
         most=MOST_ROWS,
     )
     largest = max(max(group.shown.capacity, group.shown.total) for group in groups) or 1
@@ -58,10 +54,10 @@ def memory_view(memory: Sequence[DeviceMemory], stages: Mapping[int, tuple[int, 
     if left:
         text = f"{left} more devices, each less full, are not shown"
         drawn.append(element("text", text, x=_LEFT, y=height - 2, class_="quiet"))
-    full = max((group.shown for group in groups), key=fullness)
+    full = max((group.shown for group in groups), key=attrgetter("share"))
     description = (
         f"{len(groups)} bars for {len(memory)} devices. Rank {full.rank} is the fullest: {bytes_text(full.total)} of "
-        f"{bytes_text(full.capacity)}, {fullness(full):.0%}."
+        f"{bytes_text(full.capacity)}, {full.share:.0%}."
     )
     return picture("memory", "Peak memory of each device", description, _WIDTH, height, *drawn)
 
@@ -108,7 +104,7 @@ def _bar(
     end = _LEFT + device.capacity * unit
     limit = element("title", f"capacity: {bytes_text(device.capacity)}")
     yield element("line", limit, class_="limit", x1=end, y1=top - 3, x2=end, y2=top + _ROW + 3)
-    text = f"{bytes_text(device.total)} of {bytes_text(device.capacity)} · {fullness(device):.0%}"
+    text = f"{bytes_text(device.total)} of {bytes_text(device.capacity)} · {device.share:.0%}"
     over = device.total > device.capacity
     y, right = top + (7.5 if over else 13), _WIDTH - 4
     yield element("text", text, x=right, y=y, text_anchor="end", class_="over" if over else None)

@@ -158,9 +158,9 @@ def _figures(plan: Plan, timeline: Timeline | None) -> Markup:
             rate = f"{prediction.flops / step / 1e12:,.1f} TFLOP/s in all"
             found.append(("model FLOP/s utilization", f"{prediction.mfu:.1%}", rate))
         if prediction.memory:
-            full = max(prediction.memory, key=memory_view.fullness)
+            full = max(prediction.memory, key=lambda device: device.share)
             what = f"{bytes_text(full.total)} of {bytes_text(full.capacity)}, rank {full.rank}"
-            found.append(("fullest device", f"{memory_view.fullness(full):.0%}", what))
+            found.append(("fullest device", f"{full.share:.0%}", what))
     elif timeline is not None:
         found.append(("step", time_text(timeline.step_seconds), "simulated"))
         found.append(("bubble", f"{timeline.bubble:.1%}", "of all devices' time"))

@@ -50,7 +50,7 @@ def shortage(meshes: CostTable, nearest: PartialPlan, batch: int, weighed: Itera
     said += [f"zero {stack.zero}"] if stack.zero else []
     said += [f"offload {stack.offload!r}"] if stack.offload != "none" else []
     ruled = f" with {' and '.join(said)}" if said else ""
-    worst = max(memory, key=lambda one: one.total / one.capacity)
+    worst = max(memory, key=lambda one: one.share)
     state = worst.parameters + worst.gradients + worst.optimizer
     problem = (
         f"no plan fits in memory{ruled}. The one that comes nearest, {nearest.label}, needs "

@@ -134,6 +134,21 @@ def test_a_difference_is_of_fields_and_of_what_they_should_give() -> None:
     assert difference(planned((4, 4), 3.0), planned((4, 4), 2.0)).fields == {}
 
 
+def test_a_difference_is_of_the_device_that_has_the_least_left() -> None:
+    def held(totals: tuple[int, ...]) -> Plan:
+        plan = planned((4, 4), 3.0)
+        assert plan.prediction is not None
+        memory = tuple(
+            DeviceMemory(rank=rank, device=f"cpu:{rank}", parameters=total, capacity=capacity)
+            for rank, (total, capacity) in enumerate(zip(totals, (80, 16), strict=True))
+        )
+        return plan.with_prediction(plan.prediction.model_copy(update={"memory": memory}), None)
+
+    found = difference(held((40, 12)), held((48, 8)))
+    effects = {name: found.effects[name] for name in ("fullest_bytes", "fullest_share")}
+    assert effects == {"fullest_bytes": (12.0, 48.0), "fullest_share": (0.75, 0.6)}
+
+
 def test_explain_and_diff_read_files_without_torch(tmp_path: Path) -> None:
     plan = Plan(world_size=2, micro_batches=8, stages=(PlanStage(ranks=(0,)), PlanStage(ranks=(1,))))
     prediction = Prediction(step_seconds=72.0, step_seconds_interval=(60.0, 80.0))

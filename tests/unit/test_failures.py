@@ -170,6 +170,8 @@ def test_simulate_says_what_failures_leave(plans: tuple[str, str]) -> None:
     words = " ".join(text.split())
     assert f"that waits for repairs {expected.waiting:.1%}" in words
     assert f"that goes on with fewer nodes {expected.elastic:.1%}" in words
+    alone = simulated(whole, "--failures", "mtbf=2y,save=20 s").stdout  # devices fail one by one
+    assert "failures: one of 64 devices about every 11 d 10 h" in alone and "nodes" not in alone
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def _profile(
 def as_data(found: Estimate, said: Sequence[str], beyond: Sequence[str]) -> dict[str, Any]:
     """The estimate as JSON has it; *beyond* is predicted as other stacks run it."""
     prediction = found.prediction
-    fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
+    fullest = max(prediction.memory, key=lambda device: device.share)
     given = found.layout.configuration
     return {
         "step_seconds": prediction.step_seconds,
@@ -293,13 +293,13 @@ def as_text(found: Estimate, said: Sequence[str], beyond: Sequence[str]) -> str:
     *beyond* is predicted as other stacks run it."""
     prediction = found.prediction
     seconds, (low, high) = prediction.step_seconds, prediction.step_seconds_interval
-    fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
+    fullest = max(prediction.memory, key=lambda device: device.share)
     lines = [
         f"step     {time_text(seconds)}  ({time_text(low)} to {time_text(high)}, {prediction.source})",
         f"speed    {_speed(found)}  {prediction.mfu:.1%} MFU  "
         f"{prediction.flops / seconds / len(found.layout.order) / 1e12:.1f} TFLOP/s per device",
         f"memory   {bytes_text(fullest.total)} of {bytes_text(fullest.capacity)} on {fullest.device} "
-        f"({fullest.total / fullest.capacity:.0%}): {'fits' if fullest.total <= fullest.capacity else 'DOES NOT FIT'}",
+        f"({fullest.share:.0%}): {'fits' if fullest.total <= fullest.capacity else 'DOES NOT FIT'}",
         *(
             f"host     {bytes_text(host.total)} of {bytes_text(host.capacity)} on {host.node} "
             f"({host.total / host.capacity:.0%}): {'fits' if host.total <= host.capacity else 'DOES NOT FIT'}"

@@ -65,8 +65,8 @@ def _memory(prediction: Prediction | None, saved: Sequence[Saving]) -> list[str]
     """The fullest device, and what would free most of it."""
     if prediction is None or not prediction.memory:
         return []
-    fullest = max(prediction.memory, key=lambda device: device.total / device.capacity)
-    part = fullest.total / fullest.capacity
+    fullest = max(prediction.memory, key=lambda device: device.share)
+    part = fullest.share
     of = f"{bytes_text(fullest.total)} of {bytes_text(fullest.capacity)} ({part:.0%})"
     lines = ["", f"memory: {of} on rank {fullest.rank}, the fullest; what would free most, about:"]
     lines += [f"  {saving.what}: {'at most ' * saving.is_most}{bytes_text(saving.bytes)}" for saving in saved]

@@ -117,20 +117,20 @@ def failures_data(found: Outlook) -> dict[str, Any]:
 
 def failures_text(failures: Failures, found: Outlook, devices: int, step_seconds: float) -> str:
     """The result for a reader."""
-    nodes = -(-devices // failures.node)
+    nodes, units = -(-devices // failures.node), "nodes" if failures.node > 1 else "devices"
     lines = [
-        f"failures: one of {nodes:,} nodes about every {duration_text(found.mtbf)}; a checkpoint every "
+        f"failures: one of {nodes:,} {units} about every {duration_text(found.mtbf)}; a checkpoint every "
         f"{duration_text(found.interval)} ({max(1, round(found.interval / step_seconds)):,} steps)",
-        f"while all nodes are there {found.trained:.1%} of the time trains, {found.saving:.1%} saves, and "
+        f"while all {units} are there {found.trained:.1%} of the time trains, {found.saving:.1%} saves, and "
         f"{found.lost:.1%} is lost to restarts and what they repeat",
     ]
     if failures.repair:
         spares = f" and {failures.spares} are spare" if failures.spares else ""
         lines.append(
-            f"{found.missing:.3g} nodes are under repair on average{spares}: too few are there for {found.short:.1%} "
+            f"{found.missing:.3g} {units} are under repair on average{spares}: too few are there for {found.short:.1%} "
             "of the time"
         )
     rows = [["that waits for repairs" if failures.repair else "that goes on at once", f"{found.waiting:.1%}"]]
     if found.elastic is not None:
-        rows.append(["that goes on with fewer nodes", f"{found.elastic:.1%}"])
+        rows.append([f"that goes on with fewer {units}", f"{found.elastic:.1%}"])
     return "\n".join([*lines, text_table("", ["a job", "rows per second of a run without failures"], rows)])

@@ -96,12 +96,12 @@ def command(plan: Plan, cluster: Cluster, path: Path | None) -> str:
 
 def fullest(memory: list[DeviceMemory]) -> DeviceMemory:
     """The device that has the least left of what it has."""
-    return max(memory, key=lambda device: device.total / device.capacity)
+    return max(memory, key=lambda device: device.share)
 
 
 def memory_text(device: DeviceMemory) -> str:
     """Bytes of a device, and their fraction of its capacity."""
-    return f"{bytes_text(device.total)} ({device.total / device.capacity:.0%})"
+    return f"{bytes_text(device.total)} ({device.share:.0%})"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -69,7 +69,7 @@ def record_of(searched: Searched, cluster: Cluster) -> SearchRecord:
 
 def _memory(choice: Choice) -> float:
     device = fullest(list(choice.prediction.memory))
-    return min(device.total / device.capacity, MAX_SHARE)
+    return min(device.share, MAX_SHARE)
 
 
 def _text(text: str) -> str:

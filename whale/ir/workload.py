@@ -166,6 +166,11 @@ class DeviceMemory(Record):
     host_activations: Bytes = 0
 
     @property
+    def share(self) -> float:
+        """The part of the capacity that is needed; above 1 where it does not fit."""
+        return self.total / self.capacity
+
+    @property
     def total(self) -> int:
         """The sum of all parts."""
         return (
