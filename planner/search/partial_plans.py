@@ -105,7 +105,7 @@ def _degrees_of(meshes: tuple[Mesh, ...]) -> str:
 class Times(NamedTuple):
     """Seconds of the stages of a partial plan: forward and backward of a micro-batch, p2p time to the next stage (and
     as much back), once per step, and of that the optimizer's; the rows of the last micro-batch, relative to the others;
-    and the part of p2p times that is latency."""
+    the part of p2p times that is latency, and the time that messages of other hops have the same adapters."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -114,6 +114,7 @@ class Times(NamedTuple):
     update: tuple[float, ...]
     last_share: float
     latencies: tuple[float, ...]
+    others: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,8 @@ class Scored:
         if self.exact or not self.fits:
             return self
         count, schedule, times = self.draft.micro_batches, self.draft.schedule, self.times
-        ends = pipeline_ends(*times[:3], count, schedule, last_share=times.last_share, latencies=times.latencies)
+        shared = {"last_share": times.last_share, "latencies": times.latencies, "others": times.others}
+        ends = pipeline_ends(*times[:3], count, schedule, **shared)  # type: ignore[arg-type]
         steps = (max(own + once, sent + update) for own, sent, once, update in zip(*ends, *times[3:5], strict=True))
         return replace(self, seconds=max(self.seconds, max(steps) + self.overhead), exact=True)
 
@@ -166,7 +168,8 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
         stages.append(meshes.stage_on(costs, rows, count, (first, last), held[stage]))
         updates.append(costs.update_in(first, last))
     forward, backward, once, fullness = zip(*stages, strict=True)
-    ways = zip(draft.meshes, draft.meshes[1:], meshes.near_hops(draft.meshes), strict=False)
+    near = meshes.near_hops(draft.meshes)
+    ways = zip(draft.meshes, draft.meshes[1:], near, strict=False)
     sent = _for_each(ways, lambda way: meshes.ways(*way[:2], rows, count, way[2]))
     hops, latencies = (
         tuple(each[which][part] / 2 for each, part in zip(sent, draft.starts[1:], strict=True)) for which in (0, 1)
@@ -177,7 +180,8 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     if meshes.tied and depth > 1:
         late = [share * (own + hop) for own, hop in zip(backward, (*hops, 0.0), strict=True)]
         once = with_tied_sums(meshes, parts, once, late, rows, count)
-    times = Times(forward, backward, (*hops, 0.0), once, tuple(updates), share, (*latencies, 0.0))
+    others = _others([hop - late for hop, late in zip(hops, latencies, strict=True)], near, meshes.has_one_adapter)
+    times = Times(forward, backward, (*hops, 0.0), once, tuple(updates), share, (*latencies, 0.0), (*others, 0.0))
     loads = tuple(
         (count - 1 + share) * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)
     )
@@ -186,6 +190,22 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     return Scored(
         draft=draft, times=times, seconds=least + overhead, fullness=max(fullness), loads=loads, overhead=overhead
     )
+
+
+def _others(links: Sequence[float], near: Sequence[bool], one_adapter: bool) -> list[float]:
+    """For each hop the longest message of another one that leaves or enters the same device or node: a stage sends to
+    the next one and back to the one before, and so does a node, through its one adapter."""
+    found = []
+    for at, inside in enumerate(near):
+        most = 0.0
+        for places in (range(at - 1, -1, -1), range(at + 1, len(near))):
+            for place in places:
+                if near[place] == inside:
+                    most = max(most, links[place])
+                if near[place] == inside or inside or not one_adapter:
+                    break
+        found.append(most)
+    return found
 
 
 def _sent_beside(meshes: CostTable, starts: Sequence[int], rows: int) -> list[float]:

@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice, pairwise, product
 from math import ceil, inf
 from typing import Any, NamedTuple
@@ -378,6 +379,12 @@ class CostTable(ReplicaTable):
             nodes = [{id(node_of(rank)) for group in groups for rank in group} for groups in laid]
             self._near[sequence] = [one == other and len(one) == 1 for one, other in pairwise(nodes)]
         return self._near[sequence]
+
+    @cached_property
+    def has_one_adapter(self) -> bool:
+        """Whether all devices of a node share an adapter to other nodes."""
+        cluster = self.prices.cluster
+        return all(node.inter is None or node.inter.num_adapters == 1 for node in cluster.nodes)
 
     def _lies_inside(self, mesh: Mesh) -> bool:
         """Whether two such meshes fit in a node."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ def pipeline_ends(
     *,
     last_share: float = 1.0,
     latencies: Sequence[float] = (),
+    others: Sequence[float] = (),
 ) -> Ends:
     """When stages are done with their last backward and with sending its gradients.
 
@@ -49,19 +51,27 @@ def pipeline_ends(
         schedule: ``1f1b`` or ``gpipe``.
         last_share: rows of the last micro-batch, as a share of those of the others.
         latencies: the part of each of ``hops`` in which the next message may be on its way too; none if not given.
+        others: seconds for which messages of other hops have each hop's adapters between two of its own, while messages
+            go both ways; none if not given.
 
     >>> pipeline_ends([1, 1], [2, 2], [0, 0], 4, "1f1b")
     Ends(done=[15.0, 13.0], sent=[0.0, 13.0])
     """
-    each, turns = max(forward) + max(backward), 1
+    none = (0.0,) * len(hops)
+    latencies, others = latencies or none, others or none
+    links = [hop - late for hop, late in zip(hops, latencies, strict=True)]
+    each, turns = max(*forward, *links) + max(*backward, *links), 1
     if schedule != "gpipe":
         windows = _Windows(*np.array([forward, backward, hops]))
         slowest = np.unravel_index(windows.period.argmax(), windows.period.shape)
         each, turns = float(windows.period[slowest]), int(windows.stages[slowest])
+        busiest = max(map(add, links, others))
+        if busiest > each:
+            each, turns = busiest, 1
     # What a micro-batch takes once the pipeline is full comes round with as many of them as the slowest run has stages.
     enough = min(micro_batches, len(forward) + SETTLING)
     enough += (micro_batches - enough) % turns
-    every = _ends(forward, backward, hops, latencies or (0.0,) * len(hops), enough, schedule, last_share)
+    every = _ends(forward, backward, links, latencies, others, enough, schedule, last_share)
     later = (micro_batches - enough) * each
     return Ends(*([end + later if end else 0.0 for end in ends] for ends in every))
 
@@ -69,34 +79,37 @@ def pipeline_ends(
 def _ends(
     forward: Sequence[float],
     backward: Sequence[float],
-    hops: Sequence[float],
+    links: Sequence[float],
     latencies: Sequence[float],
+    others: Sequence[float],
     micro_batches: int,
     schedule: str,
     last_share: float,
 ) -> Ends:
     depth = len(forward)
-    busy = [hop - latency for hop, latency in zip(hops, latencies, strict=True)]
-    ahead, back = [0.0, *busy[:-1]], [*busy[:-1], 0.0]
+    ahead, back = [0.0, *links[:-1]], [*links[:-1], 0.0]
     late_ahead, late_back = [0.0, *latencies[:-1]], [*latencies[:-1], 0.0]
+    turn_ahead, turn_back = [0.0, *others[:-1]], [*others[:-1], 0.0]
     free = [0.0] * (depth + 1)  # the last one is before the first stage, and after the last: nothing is waited for
     came_down, came_up, arrived_up = ([0.0] * depth for _ in range(3))  # when links are free again, by where they lead
     for slot in _slots(depth, micro_batches, schedule):
-        before = free.copy()
+        before, both = free.copy(), bool(slot.forwards and slot.backwards)
         for stage in slot.forwards:
             made, begin = before[stage - 1], before[stage]
-            sent, spent = ahead[stage], forward[stage]
+            sent, spent, turn = ahead[stage], forward[stage], turn_ahead[stage] if both else 0.0
             if stage == slot.last_forward:
-                sent, spent = sent * last_share, spent * last_share
-            came_down[stage] = sent = (made if made > came_down[stage] else came_down[stage]) + sent
+                sent, spent, turn = sent * last_share, spent * last_share, turn * last_share
+            sent = (made if made > came_down[stage] else came_down[stage]) + sent
+            came_down[stage] = sent + turn
             ready = sent + late_ahead[stage]
             free[stage] = (ready if ready > begin else begin) + spent
         for stage in slot.backwards:
             made, begin = before[stage + 1], before[stage]
-            sent, spent = back[stage], backward[stage]
+            sent, spent, turn = back[stage], backward[stage], turn_back[stage] if both else 0.0
             if stage == slot.last_backward:
-                sent, spent = sent * last_share, spent * last_share
-            came_up[stage] = sent = (made if made > came_up[stage] else came_up[stage]) + sent
+                sent, spent, turn = sent * last_share, spent * last_share, turn * last_share
+            sent = (made if made > came_up[stage] else came_up[stage]) + sent
+            came_up[stage] = sent + turn
             arrived_up[stage] = ready = sent + late_back[stage]
             free[stage] = (ready if ready > begin else begin) + spent
     return Ends(free[:-1], [0.0, *arrived_up[:-1]])

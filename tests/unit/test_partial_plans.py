@@ -8,13 +8,14 @@ import pytest
 
 from tests.chains import card, chain, layer
 from whale.ir.cluster import Cluster, Link
-from whale.ir.profile import ModelProfile
+from whale.ir.profile import Affine, Amount, ModelProfile, Skip
 from whale.planner.cost.stage import CostModel
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import PartialPlan, score_partial
 from whale.planner.search.problem import Candidate
 from whale.planner.search.space import Chain, Mesh, pools_of
 from whale.planner.search.table import CostTable
+from whale.planner.simulation.recurrence import long_timing
 
 FAST, SLOW = card("fast"), card("slow")
 INTRA, INTER = Link(bandwidth=1e10, latency=1e-6), Link(bandwidth=1e8, latency=1e-6)
@@ -28,6 +29,13 @@ def model(*, output: float = 1e4, update: float = 1e-4, parameters: float = 1e6,
     measured = tuple(one.model_copy(update={"update": (update, update)}) for one in kind.measured)
     found = chain([kind.model_copy(update={"measured": measured})], (0,) * 6)
     return found.model_copy(update={"tied": (((0, 5), 5e5),)}) if tied else found
+
+
+def encoder_and_decoder(output: float) -> ModelProfile:
+    """Two layers, whose output all four that follow read."""
+    kinds = [layer(SECONDS, output=size, name=name) for name, size in (("a", output), ("b", output), ("c", 2 * output))]
+    skip = Skip(layer=1, size=Amount(bytes=Affine(0, output)), readers=(2, 3, 4, 5))
+    return chain(kinds, (0, 1, 2, 2, 2, 2)).model_copy(update={"skips": (skip,)})
 
 
 def nodes(*counts: int) -> Cluster:
@@ -76,6 +84,7 @@ CASES = {
     "tied parameters of the first stage and the last": Case(
         model(tied=True), nodes(1, 1, 1, 2), (ONE, ONE, ONE, TWO), (0, 1, 2, 3), 4
     ),
+    "an encoder sends to all later stages": Case(encoder_and_decoder(5e4), nodes(2, 2), (ONE,) * 4, (0, 1, 3, 4)),
     "gradients on their way before a long update": Case(
         model(output=1e6, update=0.02), nodes(1, 1), (ONE, ONE), (0, 1)
     ),
@@ -86,6 +95,13 @@ CASES = {
 def test_a_partial_plan_takes_what_its_layout_does(case: Case) -> None:
     scored, laid = case.scored_and_laid_out()
     assert scored == pytest.approx(laid.prediction.step_seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(("counts", "starts"), [((1, 1, 1), (0, 2, 4)), ((1, 2, 1), (0, 1, 3, 4))])
+def test_messages_both_ways_share_the_adapter_of_a_node(counts: tuple[int, ...], starts: tuple[int, ...]) -> None:
+    case = Case(model(output=5e5), nodes(*counts), (ONE,) * len(starts), starts, 6)
+    scored, laid = case.scored_and_laid_out()
+    assert scored == pytest.approx(long_timing(laid.workload).seconds, rel=0.01)  # the simulator shares links in time
 
 
 def nodes_of(cluster: Cluster, candidate: Candidate) -> list[int]:
