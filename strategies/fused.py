@@ -265,11 +265,6 @@ class FusedCall(nn.Module):
         self.target, self.draws = target, draws
 
     @property
-    def key(self) -> tuple[Any, bool]:
-        """The properties on which a call depends besides its arguments."""
-        return self.target, self.draws
-
-    @property
     def is_opaque(self) -> bool:
         """Whether operators in its place do not show what it keeps."""
         return self.target not in (aten.dropout.default, product_of_groups)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -81,16 +80,8 @@ def dense(x: Tensor) -> Tensor:
 
 def sum_without_data(x: Tensor, y: Tensor) -> Tensor:
     """A tensor like the sum of two."""
-    if x.layout is torch.strided and y.layout is torch.strided:
-        return _sum_of(Kind.of(x), Kind.of(y))
     with _fakes, torch.no_grad():
         return x + y
-
-
-@lru_cache(maxsize=4096)
-def _sum_of(one: Kind, other: Kind) -> Tensor:
-    with _fakes, torch.no_grad():
-        return one.fake() + other.fake()
 
 
 def run_without_data(code: LocalCode, arguments: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -194,13 +185,11 @@ _MOST_KNOWN = 1024
 
 def key_of(call: Call, tensors: Sequence[Tensor]) -> Hashable:
     """Return what the facts of a call with tensors like these depend on; None where that is not comparable: of modules
-    only bridges are, whose names are not compared, and those that have a ``key`` of their own."""
-    module, target = call.module, call.target
-    if module is not None:
-        own = module.conversion if isinstance(module, Bridge) else getattr(module, "key", None)
-        if own is None:
-            return None
-        target = type(module), own  # type: ignore[assignment]
+    only bridges are, whose names are not compared."""
+    module = call.module
+    if module is not None and not isinstance(module, Bridge):
+        return None
+    target = call.target if module is None else (type(module), module.conversion)
     return target, torch.get_default_dtype(), _frozen((call.args, call.kwargs)), *map(Kind.of, tensors)
 
 

@@ -149,8 +149,14 @@ class Scored:
         if self.exact or not self.fits:
             return self
         count, schedule, times = self.draft.micro_batches, self.draft.schedule, self.times
-        shared = {"last_share": times.last_share, "latencies": times.latencies, "others": times.others}
-        ends = pipeline_ends(*times[:3], count, schedule, **shared)  # type: ignore[arg-type]
+        ends = pipeline_ends(
+            *times[:3],
+            count,
+            schedule,
+            last_share=times.last_share,
+            latencies=times.latencies,
+            others=times.others,
+        )
         steps = (max(own + once, sent + update) for own, sent, once, update in zip(*ends, *times[3:5], strict=True))
         return replace(self, seconds=max(self.seconds, max(steps) + self.overhead), exact=True)
 

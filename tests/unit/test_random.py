@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+import whale
 from whale.runtime.random import RNGPosition, SeededCall, SeededDropout, column_numbers, keep_mask, row_numbers
 
 CPU = torch.device("cpu")
@@ -131,3 +133,24 @@ def test_small_changes_of_the_seed_change_half_of_the_bits() -> None:
     base = keep_mask(0, 0.5, rows, columns)
     for bit in range(0, 63, 7):
         assert abs((keep_mask(1 << bit, 0.5, rows, columns) ^ base).double().mean().item() - 0.5) < 0.02
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = nn.functional.scaled_dot_product_attention(x, self.layer(x), x, dropout_p=0.5)
+        return nn.functional.dropout(x, 0.5).square().mean()
+
+
+def test_a_second_model_of_a_process_draws_as_the_first_does() -> None:
+    def losses() -> list[float]:
+        torch.manual_seed(0)
+        x = torch.linspace(-1, 1, 64).view(4, 4, 4)
+        model = whale.parallelize(Attends(), x, device="cpu", seed=0, micro_batches=2)
+        return [model.train_step(x).item() for _ in range(3)]
+
+    assert losses() == losses()
