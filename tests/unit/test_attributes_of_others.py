@@ -368,3 +368,53 @@ def test_a_loss_with_modules_is_as_it_is_now(given: str, what: str) -> None:
     for _ in range(2):
         assert made.train_step(X).item() == pytest.approx(loss(model(X), X).item(), rel=1e-12)
         OF_LOSSES[what](loss)
+
+
+def teacher(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double().requires_grad_(False)
+
+
+def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+OF_A_TEACHER: dict[str, tuple[Callable[[list[nn.Sequential]], object], int]] = {
+    "replaced": (lambda held: held.__setitem__(0, teacher(2)), 2),
+    "a module replaced": (lambda held: held[0].__setitem__(0, teacher(2)[0]), 2),
+    "a parameter replaced": (lambda held: setattr(held[0][2], "weight", teacher(2)[2].weight), 2),
+    "a hook added": (lambda held: held[0][2].register_forward_hook(doubled), 2),
+    "loaded": (lambda held: held[0].load_state_dict(teacher(2).state_dict()), 1),
+    "an average": (lambda held: [p.mul_(1.1) for p in held[0].parameters()], 1),
+}
+
+
+@pytest.mark.parametrize("what", OF_A_TEACHER)
+def test_a_module_beside_the_model_is_as_it_is_now(what: str) -> None:
+    change, num_steps = OF_A_TEACHER[what]
+    held = [teacher(1)]
+
+    def loss_fn(output: Tensor, batch: Any) -> Tensor:
+        return (output - held[0](batch[0])).square().mean()
+
+    torch.manual_seed(0)
+    local = nn.Linear(3, 2).double()
+    model: Any = whale.parallelize(local, X, device="cpu", loss_fn=loss_fn)
+    assert model.train_step(X).item() == pytest.approx(loss_fn(local(X), (X,)).item(), abs=1e-12)
+    change(held)
+    for _ in range(2):
+        assert model.train_step(X).item() == pytest.approx(loss_fn(local(X), (X,)).item(), abs=1e-12)
+    assert len(model._whale.engine.steps) == num_steps  # values are read, not compiled
+
+
+@pytest.mark.parametrize("given", [None, torch.ones(3, dtype=torch.float64)])
+def test_a_buffer_of_a_loss_is_the_one_that_it_has_now(given: Tensor | None) -> None:
+    criterion, y = nn.CrossEntropyLoss(weight=given), torch.arange(4) % 3
+    torch.manual_seed(0)
+    local = nn.Linear(3, 3).double()
+    model: Any = whale.parallelize(local, X, device="cpu", loss_fn=lambda output, _: criterion(output, y))
+    model.train_step(X)
+    criterion.weight = torch.tensor([4.0, 1.0, 1.0], dtype=torch.float64)
+    for _ in range(2):
+        assert model.train_step(X).item() == pytest.approx(criterion(local(X), y).item(), abs=1e-12)
+    assert len(model._whale.engine.steps) == 2

@@ -6,6 +6,8 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,10 +358,67 @@ def test_a_loss_reads_the_parameters_of_the_model(kind: str) -> None:
             optimizer.zero_grad()
 
 
+def changing(kind: str, model: nn.Sequential) -> tuple[Loss, Callable[[nn.Module], None]]:
+    """A loss, and what changes a variable of it that has something of the model."""
+    layer, penalty = model[0], lambda: 0.1 * model[0].get_parameter("weight").norm()
+    aim: nn.Module | None = layer
+
+    def loss_fn(output: Tensor, batch: Batch) -> Tensor:
+        own = aim.get_parameter("weight").norm() if aim is not None else 0.0
+        return output.square().mean() + own + (penalty() if kind == "a helper" else 0.0)
+
+    def change(parallel: nn.Module) -> None:
+        nonlocal aim, penalty
+        if kind == "a helper":
+            penalty = lambda: 0.3 * model[0].get_parameter("weight").norm()  # noqa: E731
+        else:
+            aim = None if kind == "nothing" else parallel.get_submodule("0" if kind == "the same" else "2")
+
+    return loss_fn, change
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("nothing", "aim, a variable of the loss, had the module '0' in parallelize and has something else now"),
+        ("another", "aim, a variable of the loss, had the module '0' in parallelize and has something else now"),
+        ("a helper", "penalty, a variable of the loss, had a function that reads the model in parallelize"),
+        ("the same", ""),
+    ],
+)
+def test_a_variable_of_a_loss_has_the_same_of_the_model_in_all_steps(kind: str, message: str) -> None:
+    local = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    loss_fn, change = changing(kind, local)
+    model = whale.parallelize(local, X, device="cpu", loss_fn=loss_fn)
+    model.train_step(X)
+    change(model)
+    with pytest.raises(UsageError, match=message) if message else nullcontext():
+        assert model.train_step(X).isfinite()
+    assert copy.deepcopy(model).eval_step(X).isfinite()  # of what the loss was
+
+
+@pytest.mark.parametrize("kind", ["pairs", "a dict", "a namespace"])
+def test_a_loss_does_not_copy_what_a_script_may_change(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    held: Any = {"pairs": [(0.1, model[0])], "a dict": {"of": model[0]}, "a namespace": SimpleNamespace(of=model[0])}
+    read: dict[str, Callable[[], nn.Module]] = {
+        "pairs": lambda: held["pairs"][0][1],
+        "a dict": lambda: held["a dict"]["of"],
+        "a namespace": lambda: held["a namespace"].of,
+    }
+    with pytest.raises(CaptureError, match="a parameter of shape .* that the model has not under a name"):
+        whale.parallelize(
+            model,
+            X,
+            device="cpu",
+            loss_fn=lambda output, _: output.mean() + read[kind]().get_parameter("weight").norm(),
+        )
+
+
 def test_a_loss_that_holds_parameters_in_a_list_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     parameters = list(model.parameters())
-    with pytest.raises(CaptureError, match="the model has not under a name.*read a parameter as its module's"):
+    with pytest.raises(CaptureError, match="the model has not under a name"):
         whale.parallelize(model, X, device="cpu", loss_fn=lambda output, _: sum(p.sum() for p in parameters))
 
 

@@ -185,6 +185,19 @@ def test_a_hook_on_a_part_that_the_script_keeps_is_refused(steps: int) -> None:
     assert model.train_step(X).isfinite()
 
 
+def test_a_hook_that_is_removed_is_said_to_be() -> None:
+    local = Deep()
+    hook = local.body.first.register_forward_hook(lambda *_: None)
+    part, model = local.body, whale.parallelize(local, X, device="cpu")
+    hook.remove()
+    with pytest.raises(UsageError, match="a hook was removed from body.first after parallelize"):
+        model.train_step(X)
+    del local, hook
+    with pytest.raises(UsageError, match="a hook was removed from body.first after parallelize"):
+        model.train_step(X)
+    assert part is not model.body
+
+
 def test_parts_are_watched_as_long_as_the_script_keeps_them() -> None:
     gc.disable()
     try:

@@ -57,11 +57,13 @@ def factor_of(x: Any) -> float:
 
 
 NAMESPACE, SCHEDULE, SLOTS = SimpleNamespace(factor=1.0), Schedule(), Slots()
+PLACED = SimpleNamespace(factor=1.0, device=torch.device("cpu"), part=slice(1, 3), shape=torch.Size([2]))
 TABLE = torch.ones(2, dtype=torch.float64)
 OPTIONS, ARRAY, ITEMS = {"of": {"factor": 1.0}}, np.ones(2), deque([1.0])
 
 KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[float], Any]]] = {
     "a namespace": (NAMESPACE, factor_of, lambda value: setattr(NAMESPACE, "factor", value)),
+    "a namespace with a device": (PLACED, factor_of, lambda value: setattr(PLACED, "factor", value)),
     "an object": (SCHEDULE, lambda x: x(), lambda value: setattr(SCHEDULE, "factor", value)),
     "its slot": (SLOTS, factor_of, lambda value: setattr(SLOTS, "factor", value)),
     "its method": (SCHEDULE.scaled, lambda x: x(2.0), lambda value: setattr(SCHEDULE, "factor", value)),

@@ -30,6 +30,7 @@ from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster
 from whale.ir.garbage import without_collections
+from whale.ir.objects import CopiedFunction
 from whale.ir.program import Direction, Edge, Returns
 from whale.runtime.agreement import ints_of_all
 from whale.runtime.attributes import Changes, Sources
@@ -217,7 +218,8 @@ class Builder:
         if bring == "parts" and engine.local is not None:
             engine.local.divide_samples(step.stages, example)
         attend(engine, named)
-        return parallel_module(self.template, engine, _leaves, self.sources, model, looks)
+        variables = self.loss_fn.variables if isinstance(self.loss_fn, CopiedFunction) else ()
+        return parallel_module(self.template, engine, _leaves, self.sources, model, looks, variables)
 
     def _learn(self, kind: Kind, batch: Mapping[str, Any], placed: PlacedStep) -> None:
         """Let a compiled step be one of those from which steps for other sizes are made. All ranks must call it."""

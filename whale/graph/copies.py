@@ -9,17 +9,19 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whale.errors import CaptureError
 from whale.graph.bytecode import names_of
-from whale.ir.objects import CopiedFunction, deep_copy
+from whale.ir.objects import CopiedFunction, Variable, deep_copy
 
 __all__ = ["Bound", "function_of_copy", "model_copy"]
 
@@ -51,16 +53,21 @@ def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def function_of_copy(function: Callable[..., Any], model: nn.Module, made: nn.Module) -> Callable[..., Any]:
     """A function that reads modules or parameters of *model*, as a loss with a penalty does, with those of *made*, a
     copy of it; itself where it has none in its variables."""
-    kinds = ("named_modules", "named_parameters", "named_buffers")
     copies: dict[int, Any] = {}
-    for kind in kinds:
-        own = dict(getattr(made, kind)(remove_duplicate=False))
-        copies |= {id(x): own[name] for name, x in getattr(model, kind)(remove_duplicate=False) if name in own}
-    rebinding = _Rebinding(copies, strict=False)
+    places: dict[int, tuple[str, str]] = {}
+    for kind in ("module", "parameter", "buffer"):
+        own = dict(getattr(made, f"named_{kind}s")(remove_duplicate=False))
+        for name, x in getattr(model, f"named_{kind}s")(remove_duplicate=False):
+            if name in own:
+                copies[id(x)] = own[name]
+                places.setdefault(id(x), (kind, name))
+    rebinding = _Rebinding(copies, places)
     found = rebinding.of(function)
     if found is function or found is getattr(function, "function", None):
         return function
-    return Bound(found, getattr(function, "origin", function), rebinding.used)
+    if isinstance(function, Bound):
+        return Bound(found, function.origin, rebinding.used, function.variables)
+    return Bound(found, function, rebinding.used, tuple(rebinding.variables))
 
 
 def _check_parameters(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]) -> None:
@@ -90,14 +97,17 @@ class _Rebinding:
 
     Args:
         copies: by the identity of what is copied.
-        strict: refuse what refers to something that is copied, and cannot be copied itself; else it stays.
+        places: kind and name of what is copied, by its identity. With these, what a script may change stays as it is,
+            as a list of modules; without, it is copied, or refused.
 
     Attributes:
         used: the copies that were used, by their identity.
+        variables: of functions, that have something of *places*.
     """
 
-    def __init__(self, copies: dict[int, Any], strict: bool = True) -> None:
-        self.copies, self.strict = copies, strict
+    def __init__(self, copies: dict[int, Any], places: Mapping[int, tuple[str, str]] | None = None) -> None:
+        self.copies, self.places = copies, places
+        self.variables: list[Variable] = []
         self._known: dict[int, tuple[Any, Any]] = {}
         self.used: dict[int, Any] = {}
 
@@ -123,12 +133,12 @@ class _Rebinding:
             function = self.of(x.__wrapped__)
             return x if function is x.__wrapped__ else functools.lru_cache(**x.cache_parameters())(function)
         if isinstance(x, functools.partial):
-            function, args, keywords = self.of(x.func), self.of(x.args), self.of(x.keywords)
+            function, args, keywords = self.of(x.func), self.of(x.args), self._of_names(x.keywords)
             changed = function is not x.func or args is not x.args or keywords is not x.keywords
             return functools.partial(function, *args, **keywords) if changed else x
         if isinstance(x, Bound):
             return self.of(x.function)
-        if isinstance(x, RemovableHandle) and self.strict:
+        if isinstance(x, RemovableHandle) and self.places is None:
             raise CaptureError(
                 "a function that is a module's forward, or a hook, has the handle of a hook, which it could remove: do "
                 "what is done once before parallelize, and remove the hook there"
@@ -144,9 +154,9 @@ class _Rebinding:
         same = [a is b for a, b in zip(made, parts, strict=True)]
         if all(same):
             return x
+        if self.places is not None and not isinstance(x, tuple):
+            return x
         if any(same) and not isinstance(x, tuple):
-            if not self.strict:
-                return x
             raise CaptureError(
                 f"a function that is a module's forward, or a hook, holds a {type(x).__name__} with modules of the "
                 "model and with other values: the parallel model has other modules, and changes of this one could not "
@@ -165,16 +175,19 @@ class _Rebinding:
         self._known[id(x)] = x, made  # for what refers to it
         for cell, one in zip(cells, old, strict=True):
             with suppress(ValueError):  # an empty cell
-                cell.cell_contents = self.of(one.cell_contents)
-        defaults, keyword = self.of(x.__defaults__), self.of(x.__kwdefaults__)
+                cell.cell_contents = self._of_variable(one.cell_contents)
+        defaults, keyword = self.of(x.__defaults__), x.__kwdefaults__ and self._of_names(x.__kwdefaults__)
         read = {name: x.__globals__[name] for name in names_of(x.__code__) if name in x.__globals__}
-        others = {name: new for name, value in read.items() if (new := self.of(value)) is not value}
+        others = {name: new for name, value in read.items() if (new := self._of_variable(value)) is not value}
         closure = tuple(new if _differ(new, one) else one for new, one in zip(cells, old, strict=True))
         variables.update(others)
         made.__defaults__, made.__kwdefaults__ = defaults, keyword
         made.__dict__.update(x.__dict__)
         found = FunctionType(x.__code__, variables if others else x.__globals__, x.__name__, defaults, closure)
         found.__kwdefaults__, found.__dict__ = keyword, made.__dict__
+        cells_of = zip(x.__code__.co_freevars, closure, old, strict=True)
+        self._note((name, partial(_content, cell)) for name, new, cell in cells_of if new is not cell)
+        self._note((name, partial(x.__globals__.get, name)) for name in others)
         changed = defaults is not x.__defaults__ or keyword is not x.__kwdefaults__
         for cell, one in zip(closure, old, strict=True):
             if cell is not one and cell.cell_contents is made:
@@ -191,6 +204,28 @@ class _Rebinding:
         for function in (made, found):
             function.__qualname__, function.__module__, function.__doc__ = x.__qualname__, x.__module__, x.__doc__
         return found
+
+    def _of_names(self, x: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that a function has by name; the same object if nothing of them is copied."""
+        made = {name: self.of(value) for name, value in x.items()}
+        return made if any(made[name] is not value for name, value in x.items()) else x
+
+    def _of_variable(self, x: Any) -> Any:
+        return x if self.places is not None and isinstance(x, tuple) else self.of(x)  # tuples have no weak references
+
+    def _note(self, variables: Iterable[tuple[str, Callable[[], Any]]]) -> None:
+        """Note variables that have something of a model."""
+        for name, read in variables if self.places is not None else ():
+            x = read()
+            kind, path = self.places.get(id(x), ("", "")) if self.places is not None else ("", "")
+            self.variables.append(Variable(name, read, ref(x), kind, path))
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
 
 
 def _is_named(x: Any) -> bool:

@@ -11,12 +11,30 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import CallableProxyType, ProxyType, WeakMethod, proxy, ref
 
-__all__ = ["CopiedFunction", "deep_copy", "slots_of"]
+__all__ = ["CopiedFunction", "Variable", "deep_copy", "slots_of"]
 
 T = TypeVar("T")
+
+
+class Variable(NamedTuple):
+    """A variable of a function that has something of a model, of which a copy of the function has the copy.
+
+    Attributes:
+        name: in the function's code.
+        read: gives what it has now.
+        first: what it had.
+        kind: what that is of the model: ``module``, ``parameter`` or ``buffer``; empty: a function that has such.
+        path: its name in the model.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    first: ref[Any]
+    kind: str
+    path: str
 
 
 class CopiedFunction:
@@ -26,11 +44,18 @@ class CopiedFunction:
         function: to call.
         origin: the function of which it is a copy, or a copy of a copy.
         reached: what is copied with it, by its identity.
+        variables: those of the script's function that it does not follow.
     """
 
-    def __init__(self, function: Callable[..., Any], origin: Callable[..., Any], reached: Mapping[int, Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        origin: Callable[..., Any],
+        reached: Mapping[int, Any],
+        variables: Sequence[Variable] = (),
+    ) -> None:
         functools.update_wrapper(self, function)
-        self.function, self.origin, self.reached = function, origin, reached
+        self.function, self.origin, self.reached, self.variables = function, origin, reached, variables
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

@@ -331,7 +331,9 @@ class Attributes:
             return _Same(x)
         seen[id(x)] = len(seen)
         values = tuple(self._token(part, seen, depth + 1) for part in chain.from_iterable(read() for read in parts))
-        return type(x), tuple(self._named(x)) if self._has_names(x) else (), values
+        names = tuple(self._named(x)) if self._has_names(x) else ()
+        # Steps read the tensors of a module that is not of the model, which may be written to, as of a teacher.
+        return type(x), names, values, tuple(map(_Same, _held_by(x))) if isinstance(x, nn.Module) else ()
 
     def _parts(self, x: Any) -> list[Callable[[], Iterable[Any]]] | None:
         """Readers of the values in an object, if it is looked into."""
@@ -405,6 +407,14 @@ class Attributes:
             self._reads.append(read)
             for part in read():
                 self._follow(part, depth + 1, seen)
+        if isinstance(x, nn.Module) and id(x) not in self._own:
+            self._reads.append(partial(_held_by, x))
+
+
+def _held_by(module: nn.Module) -> list[Any]:
+    """The tensors and hooks of a module."""
+    tables = (module._parameters, module._buffers, *(getattr(module, hooks) for hooks in _HOOKS))
+    return [x for table in tables for x in table.values() if x is not None]
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

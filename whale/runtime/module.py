@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from whale.errors import UsageError
 from whale.ir import range_names
-from whale.ir.objects import deep_copy
+from whale.ir.objects import Variable, deep_copy
 from whale.ir.program import Returns
 from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.comm_hooks import CommHook
@@ -187,6 +187,7 @@ class ParallelModule(nn.Module):
         engine, watch, local = self._whale.engine, self._whale.watch, self._whale.local
         with without_autocast(engine.world.device, engine.precision):
             watch.check()
+            self._check_variables()
             modes = watch.modes() if train else ()
             modes = modes if True in modes else ()
             changes = self._whale.attributes.changes()
@@ -194,6 +195,19 @@ class ParallelModule(nn.Module):
                 local.check(watch, self._whale.attributes, train=train)
             with named(range_names.TRAIN_STEP if train else range_names.FORWARD_STEP):
                 return engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
+
+    def _check_variables(self) -> None:
+        """Refuse a loss of which a variable that had something of the local model has neither that nor the same of this
+        model: a step has what it was."""
+        for variable in self._whale.variables:
+            now = variable.read()
+            if now is None or (now is not variable.first() and now is not _named(self, variable.kind, variable.path)):
+                had = f"the {variable.kind} {variable.path!r}" if variable.path else "the model"
+                had = had if variable.kind else "a function that reads the model"
+                raise UsageError(
+                    f"{variable.name}, a variable of the loss, had {had} in parallelize and has something else now, "
+                    "which steps do not see: keep what changes, as a factor, in a variable of its own"
+                )
 
     # States
 
@@ -415,7 +429,8 @@ class ParallelModule(nn.Module):
         before = self._whale.attributes
         attributes = Attributes(made, before.sources, before.first, before.ever)
         watch = Watch(made, freezes=self._whale.watch.freezes)
-        made.__dict__["_whale"] = self._whale._replace(engine=engine, watch=watch, attributes=attributes)
+        inner = self._whale._replace(engine=engine, watch=watch, attributes=attributes, variables=())
+        made.__dict__["_whale"] = inner
         return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -423,6 +438,14 @@ class ParallelModule(nn.Module):
             "a parallel model cannot be pickled: it has process groups; save model.full_state_dict(), and parallelize "
             "again where it is loaded"
         )
+
+
+def _named(model: nn.Module, kind: str, path: str) -> Any:
+    """A module, parameter or buffer of a model; None where it has none of this name."""
+    try:
+        return getattr(model, {"module": "get_submodule", "parameter": "get_parameter"}.get(kind, "get_buffer"))(path)
+    except AttributeError:
+        return None
 
 
 def _generators(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -461,7 +484,7 @@ class _Done(torch.autograd.Function):
 class Inner(NamedTuple):
     """The part of a parallel model that is not of the local one: ``leaves`` makes a batch by leaf name of the
     arguments of a step, ``arguments`` are the names of those of the local model's forward, ``local`` looks at that
-    model, which a script may still have."""
+    model, which a script may still have, ``variables`` are those of its loss that have something of it."""
 
     engine: Engine
     watch: Watch
@@ -469,6 +492,7 @@ class Inner(NamedTuple):
     attributes: Attributes
     arguments: frozenset[str]
     local: LocalWatch
+    variables: Sequence[Variable]
 
 
 def parallel_module(
@@ -478,6 +502,7 @@ def parallel_module(
     sources: Sources,
     local: nn.Module,
     looks: Mapping[str, Tensor],
+    variables: Sequence[Variable] = (),
 ) -> ParallelModule:
     """The modules of a model over the tensors of an engine.
 
@@ -488,6 +513,7 @@ def parallel_module(
         sources: what the code of the model names.
         local: the model that the script gave.
         looks: fingerprints of its tensors, by name, as far as they are known.
+        variables: of its loss, that have something of it.
     """
     memo: dict[int, Any] = {}
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
@@ -507,7 +533,7 @@ def parallel_module(
     ranks = frozenset(range(engine.world.size))
     watch = Watch(made, freezes=all(ranks <= shard.parts.keys() for shard in engine.shards.values()))
     seen = LocalWatch(local, sources, engine.tensors, looks)
-    made.__dict__["_whale"] = Inner(engine, watch, leaves, Attributes(made, sources), arguments, seen)
+    made.__dict__["_whale"] = Inner(engine, watch, leaves, Attributes(made, sources), arguments, seen, variables)
     found: ParallelModule = made
     return found
 

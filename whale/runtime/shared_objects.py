@@ -16,13 +16,14 @@ from itertools import chain
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from whale.ir.objects import slots_of
 
 __all__ = ["shared_objects"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch.device, torch.dtype, torch.Size)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _STANDARD = frozenset(nn.Module().__dict__)
 

@@ -53,8 +53,9 @@ class Shape(NamedTuple):
                 change = "added" if name not in self.held else "replaced" if name in now else "removed"
                 where = f"{path}.{name}".removeprefix(".")
                 return f"{where} was {change} after parallelize, which steps do not see: change the model"
-        if tuple([len(getattr(module, kind)) for kind in _HOOKS]) != self.hooks:
-            return _hooked(path or "the model")
+        hooks = tuple([len(getattr(module, kind)) for kind in _HOOKS])
+        if hooks != self.hooks:
+            return _hooked(path or "the model", fewer=sum(hooks) < sum(self.hooks))
         return None
 
 
@@ -158,7 +159,7 @@ class Watch:
             if len(hooks) != num:
                 own = number // len(_HOOKS)
                 path = (self.paths[own] or "the model") if own < len(self.paths) else "all modules"
-                return _hooked(path)
+                return _hooked(path, fewer=len(hooks) < num)
         states = zip(
             self._names,
             self._tensors,
@@ -187,7 +188,9 @@ class Watch:
         raise AssertionError("nothing differs")
 
 
-def _hooked(path: str) -> str:
+def _hooked(path: str, *, fewer: bool) -> str:
+    if fewer:
+        return f"a hook was removed from {path} after parallelize, which steps do not see: remove it"
     return (
         f"a hook was added to {path} after parallelize, but steps call no modules: return from the model what the hook "
         "is to see, or do in a forward what it does,"
