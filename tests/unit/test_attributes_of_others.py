@@ -418,3 +418,33 @@ def test_a_buffer_of_a_loss_is_the_one_that_it_has_now(given: Tensor | None) -> 
     for _ in range(2):
         assert model.train_step(X).item() == pytest.approx(criterion(local(X), y).item(), abs=1e-12)
     assert len(model._whale.engine.steps) == 2
+
+
+def classes() -> tuple[nn.Module, Callable[[Tensor, Any], Tensor]]:
+    criterion, y = nn.CrossEntropyLoss(weight=torch.ones(2, dtype=torch.float64)), torch.arange(4) % 2
+    return criterion, lambda output, _: criterion(output, y)
+
+
+def prototypes() -> tuple[nn.Module, Callable[[Tensor, Any], Tensor]]:
+    table = nn.Embedding(3, 2, dtype=torch.float64).requires_grad_(False)
+    return table, lambda output, _: (output @ (table.weight / table.weight.norm()).T).square().mean()
+
+
+def normed() -> tuple[nn.Module, Callable[[Tensor, Any], Tensor]]:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2).double()).requires_grad_(False)
+    return layer, lambda output, batch: (output - layer(batch[0])).square().mean()
+
+
+@pytest.mark.parametrize("made", [classes, prototypes, normed])
+def test_what_a_loss_computes_from_a_module_beside_the_model_alone_is_renewed(made: Callable[[], Any]) -> None:
+    torch.manual_seed(1)
+    beside, loss_fn = made()
+    torch.manual_seed(0)
+    local = nn.Linear(3, 2).double()
+    model: Any = whale.parallelize(local, X, device="cpu", loss_fn=loss_fn)
+    for _ in range(3):
+        assert model.train_step(X).item() == pytest.approx(loss_fn(local(X), (X,)).item(), abs=1e-12)
+        with torch.no_grad():
+            for number, x in enumerate([*beside.parameters(), *beside.buffers()]):
+                x.flatten()[0] += 1.0 + number
+    assert len(model._whale.engine.steps) == 1

@@ -405,8 +405,9 @@ class LocalStage:
 
     def _make_constants(self, program: LocalProgram) -> tuple[Tensor, ...]:
         graph = program.constant
-        buffers = [self._tensors[source] for source in graph.sources if source[0] == "buffer"]
-        self._made_of[id(graph.code)] = [_Version(x, x._version) for x in buffers if not x.is_inference()]
+        # Buffers, and tensors that the script has beside the model, as the weights of a loss.
+        held = [self._tensors[source] for source in graph.sources if source in self._tensors]
+        self._made_of[id(graph.code)] = [_Version(x, x._version) for x in held if not x.is_inference()]
         with torch.no_grad():
             return graph.code.once(*self._arguments(program, (), graph=graph))
 
