@@ -397,6 +397,18 @@ def test_a_variable_of_a_loss_has_the_same_of_the_model_in_all_steps(kind: str, 
     assert copy.deepcopy(model).eval_step(X).isfinite()  # of what the loss was
 
 
+def test_a_variable_of_a_loss_may_be_deleted() -> None:
+    local = nn.Sequential(nn.Linear(4, 4))
+
+    def loss_fn(output: Tensor, batch: Batch) -> Tensor:
+        return output.square().mean() + local[0].get_parameter("weight").norm()  # noqa: F821  # it is deleted below
+
+    expected = loss_fn(local(X), (X,)).item()
+    model = whale.parallelize(local, X, device="cpu", loss_fn=loss_fn)
+    del local  # the script frees it
+    assert model.train_step(X).item() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("kind", ["pairs", "a dict", "a namespace"])
 def test_a_loss_does_not_copy_what_a_script_may_change(kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))

@@ -187,7 +187,7 @@ class _Rebinding:
         found.__kwdefaults__, found.__dict__ = keyword, made.__dict__
         cells_of = zip(x.__code__.co_freevars, closure, old, strict=True)
         self._note((name, partial(_content, cell)) for name, new, cell in cells_of if new is not cell)
-        self._note((name, partial(x.__globals__.get, name)) for name in others)
+        self._note((name, partial(x.__globals__.__getitem__, name)) for name in others)
         changed = defaults is not x.__defaults__ or keyword is not x.__kwdefaults__
         for cell, one in zip(closure, old, strict=True):
             if cell is not one and cell.cell_contents is made:
@@ -222,10 +222,7 @@ class _Rebinding:
 
 
 def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None
+    return cell.cell_contents
 
 
 def _is_named(x: Any) -> bool:

@@ -24,7 +24,7 @@ class Variable(NamedTuple):
 
     Attributes:
         name: in the function's code.
-        read: gives what it has now.
+        read: gives what it has now; raises a KeyError or a ValueError if it is deleted.
         first: what it had.
         kind: what that is of the model: ``module``, ``parameter`` or ``buffer``; empty: a function that has such.
         path: its name in the model.

@@ -200,7 +200,10 @@ class ParallelModule(nn.Module):
         """Refuse a loss of which a variable that had something of the local model has neither that nor the same of this
         model: a step has what it was."""
         for variable in self._whale.variables:
-            now = variable.read()
+            try:
+                now = variable.read()
+            except (KeyError, ValueError):  # deleted, as to free a model
+                continue
             if now is None or (now is not variable.first() and now is not _named(self, variable.kind, variable.path)):
                 had = f"the {variable.kind} {variable.path!r}" if variable.path else "the model"
                 had = had if variable.kind else "a function that reads the model"
