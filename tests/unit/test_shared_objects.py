@@ -115,8 +115,8 @@ def test_a_loss_and_a_model_have_one_object(through: str) -> None:
 
 
 class Scaling:
-    def __init__(self) -> None:
-        self.factor = 1.0
+    def __init__(self, of: nn.Module | None = None) -> None:
+        self.factor, self.of = 1.0, of
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output * self.factor
@@ -149,8 +149,8 @@ def test_what_a_script_changes_in_a_hook_acts(kind: str, keeps: bool) -> None:
 
 def test_a_hook_that_reaches_a_module_is_changed_in_the_parallel_model() -> None:
     def made() -> tuple[Model, Scaling]:
-        model, scaling = Model(None, lambda _: 1.0), Scaling()
-        scaling.of = model.linear  # type: ignore[attr-defined]
+        model = Model(None, lambda _: 1.0)
+        scaling = Scaling(of=model.linear)
         model.linear.register_forward_hook(scaling)
         return model, scaling
 

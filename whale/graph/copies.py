@@ -11,7 +11,6 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -186,8 +185,8 @@ class _Rebinding:
         found = FunctionType(x.__code__, variables if others else x.__globals__, x.__name__, defaults, closure)
         found.__kwdefaults__, found.__dict__ = keyword, made.__dict__
         cells_of = zip(x.__code__.co_freevars, closure, old, strict=True)
-        self._note((name, partial(_content, cell)) for name, new, cell in cells_of if new is not cell)
-        self._note((name, partial(x.__globals__.__getitem__, name)) for name in others)
+        self._note((name, functools.partial(_content, cell)) for name, new, cell in cells_of if new is not cell)
+        self._note((name, functools.partial(x.__globals__.__getitem__, name)) for name in others)
         changed = defaults is not x.__defaults__ or keyword is not x.__kwdefaults__
         for cell, one in zip(closure, old, strict=True):
             if cell is not one and cell.cell_contents is made:
