@@ -40,7 +40,10 @@ from whale.planner.cost.stack import WHALE, Stack
 __all__ = ["Degrees", "LayerCosts", "LayerMemo", "with_part"]
 
 MOST_USUAL_ROWS = 4096
-"""Limit of the powers of two of rows that are priced together; a search asks for most of them."""
+"""Limit of the powers of two of rows, and thrice these, that are priced together; a search asks for most of them."""
+
+MOST_FEW_ROWS = 16
+"""Numbers of rows below it are all priced together."""
 
 MOST_ADDING = 16
 """Number of micro-batches beyond which tables do not distinguish: 15 of 16 accumulate gradients."""
@@ -548,14 +551,16 @@ def with_part(one: LayerSeconds, part: float) -> LayerSeconds:
 
 
 def _usual_rows(rows: float) -> tuple[float, ...]:
-    """Numbers of rows that are priced together with one that a search asks for: powers of two, and the few below four;
-    of others that number alone.
+    """Numbers of rows that are priced together with one that a search asks for: powers of two and thrice these, and all
+    below `MOST_FEW_ROWS`; of others that number alone.
 
-    >>> _usual_rows(5), _usual_rows(2)[:5], _usual_rows(0.5)
-    ((5,), (1, 2, 3, 4, 8), (0.5,))
+    >>> _usual_rows(27), _usual_rows(2)[:5], _usual_rows(0.5)
+    ((27,), (1, 2, 3, 4, 5), (0.5,))
     """
     whole = int(rows)
-    if whole != rows or not whole or (whole > 4 and whole & (whole - 1)):
+    odd = whole // (whole & -whole or 1)
+    if whole != rows or not whole or (whole >= MOST_FEW_ROWS and odd not in (1, 3)):
         return (rows,)
     most = max(MOST_USUAL_ROWS, whole)
-    return (1, 2, 3, *(1 << power for power in range(2, most.bit_length())))
+    larger = (odd << power for power in range(2, most.bit_length()) for odd in (1, 3))
+    return (*range(1, MOST_FEW_ROWS), *(count for count in larger if MOST_FEW_ROWS <= count <= most))
