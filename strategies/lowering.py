@@ -443,13 +443,14 @@ class Lowering:
     # Floating values
 
     def _levels(self, node: fx.Node) -> int:
-        """CONSTANT for values that depend on no input and no mutable buffer, otherwise STEP."""
+        """CONSTANT for values that depend on nothing but buffers that no step changes, otherwise STEP.
+
+        Tensors beside the model are a script's, which may write to them unnoticed, as through ``.data``.
+        """
         if node not in self._level:
             if node.op == "placeholder":
-                constant = node.name in self.captured.constants or (
-                    node.name in self.captured.buffers and self.captured.buffers[node.name] not in self.captured.mutated
-                )
-                self._level[node] = CONSTANT if constant else STEP
+                name = self.captured.buffers.get(node.name)
+                self._level[node] = STEP if name is None or name in self.captured.mutated else CONSTANT
             else:
                 self._level[node] = max((self._levels(n) for n in node.all_input_nodes), default=CONSTANT)
         return self._level[node]

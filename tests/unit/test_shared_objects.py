@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -52,6 +53,20 @@ class Model(nn.Module):
         return self.linear(x).square().sum() * self.read(self.held)
 
 
+class Options(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+class OwnAttributes(dict[str, Any]):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.__dict__ = self
+
+
+class Items(list[Any]):
+    pass
+
+
 def factor_of(x: Any) -> float:
     return float(x.factor)
 
@@ -59,6 +74,17 @@ def factor_of(x: Any) -> float:
 NAMESPACE, SCHEDULE, SLOTS = SimpleNamespace(factor=1.0), Schedule(), Slots()
 PLACED = SimpleNamespace(factor=1.0, device=torch.device("cpu"), part=slice(1, 3), shape=torch.Size([2]))
 TABLE = torch.ones(2, dtype=torch.float64)
+DICTS, LISTED = (Options(factor=1.0), OwnAttributes(factor=1.0)), Items([1.0])
+HOLDING = SimpleNamespace(
+    factor=1.0,
+    generator=torch.Generator(),
+    loss=nn.MSELoss(),
+    pairs={(1, "a"), (2, "b")},
+    since=datetime(2026, 1, 1),
+    following=iter([1, 2]),
+    weight=nn.Parameter(torch.ones(1)),
+    functional=nn.functional,
+)
 OPTIONS, ARRAY, ITEMS = {"of": {"factor": 1.0}}, np.ones(2), deque([1.0])
 
 KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[float], Any]]] = {
@@ -70,6 +96,10 @@ KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[float], Any]]] = {
     "a partial": (partial(SCHEDULE.scaled, by=3.0), lambda x: x(), lambda value: setattr(SCHEDULE, "factor", value)),
     "in a tuple": (Pair("a", SCHEDULE), lambda x: x.of(), lambda value: setattr(SCHEDULE, "factor", value)),
     "a dict": (OPTIONS, lambda x: x["of"]["factor"], lambda value: OPTIONS["of"].update(factor=value)),
+    "a dict with attributes": (DICTS[0], factor_of, lambda value: DICTS[0].update(factor=value)),
+    "a dict that is its attributes": (DICTS[1], factor_of, lambda value: DICTS[1].update(factor=value)),
+    "a kind of list": (LISTED, lambda x: x[0], lambda value: LISTED.__setitem__(0, value)),
+    "an object with others": (HOLDING, factor_of, lambda value: setattr(HOLDING, "factor", value)),
     "a deque": (ITEMS, lambda x: x[0], lambda value: ITEMS.__setitem__(0, value)),
     "a tensor": (TABLE, lambda x: x.sum(), lambda value: TABLE.fill_(value)),
     "a tensor in it": (SimpleNamespace(of=TABLE), lambda x: x.of.sum(), lambda value: TABLE.fill_(value)),
@@ -182,3 +212,75 @@ def test_an_object_that_reaches_a_module_or_a_state_is_the_parallel_models_own()
     assert model.inner is not local.inner and model.inner.of[0] is model.linear
     assert model.scales is not local.scales
     assert model.train_step(X).item() == pytest.approx(local(X).item(), abs=1e-12)
+
+
+class Taught(nn.Module):
+    """A student, whose teacher is in a list so that it is no part of it."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.student, self.teacher = nn.Linear(3, 2).double(), [teacher]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            known = self.teacher[0](x)
+        return (self.student(x) - known).square().sum()
+
+
+def teacher(*, scale: float = 1.0) -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double().eval()
+    with torch.no_grad():
+        made[0].weight.mul_(scale)
+    return made
+
+
+OF_A_TEACHER: dict[str, Callable[[Any], object]] = {
+    "written to": lambda t: t.load_state_dict(teacher(scale=2.0).state_dict()),
+    "written to through data": lambda t: [x.data.mul_(0.5) for x in [*t.parameters(), t[1].running_var]],
+    "other data": lambda t: [setattr(p, "data", 0.5 * p.data) for p in t.parameters()],
+    "another parameter": lambda t: setattr(t[0], "weight", nn.Parameter(torch.ones(2, 3, dtype=torch.float64))),
+    "another layer": lambda t: t.__setitem__(0, teacher(scale=3.0)[0]),
+    "a hook": lambda t: t[0].register_forward_hook(lambda module, args, output: 2 * output),
+    "another forward": lambda t: setattr(t, "forward", lambda x: x[:, :2]),
+}
+
+
+@pytest.mark.parametrize("what", OF_A_TEACHER)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_teacher_in_a_list_is_as_the_script_has_it(what: str, keeps: bool) -> None:
+    of_twin, of_local = teacher(), teacher()
+    twin, local = Taught(of_twin), Taught(of_local)
+    model: Any = whale.parallelize(local, X, device="cpu")
+    if not keeps:
+        del local
+    assert model.teacher[0] is of_local
+    for _ in range(2):
+        assert model.train_step(X).item() == pytest.approx(twin(X).item(), abs=1e-12)
+        for one in (of_twin, of_local):
+            OF_A_TEACHER[what](one)
+    assert model.train_step(X).item() == pytest.approx(twin(X).item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_teacher_follows_its_student_through_data(precision: str | None) -> None:
+    def losses(model: Any, step: Callable[[], float], of: nn.Module) -> list[float]:
+        found = []
+        for _ in range(3):
+            found.append(step())
+            for mean, now in zip(of[0].parameters(), model.student.parameters(), strict=True):  # type: ignore[index]
+                mean.data.mul_(0.5).add_(now.data, alpha=0.5)
+        return found
+
+    def autocast_step(model: Taught) -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision is not None):
+            return model(X.float()).item()
+
+    of_twin, of_local = teacher().float(), teacher().float()
+    twin, local = Taught(of_twin).float(), Taught(of_local).float()
+    model: Any = whale.parallelize(local, X.float(), device="cpu", precision=precision)
+    known = losses(twin, lambda: autocast_step(twin), of_twin)
+    tolerance = 1e-6 if precision is None else 2e-2
+    assert losses(model, lambda: model.eval_step(X.float()).item(), of_local) == pytest.approx(known, rel=tolerance)
+    assert known[0] != pytest.approx(known[1], rel=0.1)

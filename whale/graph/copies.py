@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -20,22 +21,29 @@ from torch.utils.hooks import RemovableHandle
 
 from whale.errors import CaptureError
 from whale.graph.bytecode import names_of
-from whale.ir.objects import CopiedFunction, Variable, deep_copy
+from whale.ir.objects import CopiedFunction, Variable, deep_copy, parts_of
 
-__all__ = ["Bound", "function_of_copy", "model_copy"]
+__all__ = ["Bound", "function_of_copy", "model_copy", "tensors_beside"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_STANDARD = frozenset(nn.Module().__dict__)
+
+_MOST = 1_000_000
+"""Objects that are looked at."""
 
 
 def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy with *memo*, as of `copy.deepcopy`; functions that a script put on modules, and hooks, are the copy's.
 
-    What cannot be copied, such as a lock, is shared.
+    What cannot be copied, such as a lock, is shared; and so are tensors that are no state of the model, as of a teacher
+    in a list: steps read those that the script has.
 
     Raises:
         CaptureError: such a function has a list or a dict of modules and of other values, which it could change; or a
             module's own ``__deepcopy__`` does not copy with the memo.
     """
+    for tensor in tensors_beside(model):
+        memo.setdefault(id(tensor), tensor)
     made = deep_copy(model, memo, model.modules)
     _check_parameters(model, made, memo)
     rebinding = _Rebinding(memo)
@@ -47,6 +55,24 @@ def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                     if function is not x:
                         table[name] = Bound(function, x, rebinding.used)
     return made
+
+
+def tensors_beside(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors that the attributes of a model's modules have, or objects in these, and that are no state of it."""
+    modules = list(model.modules())
+    seen = {id(x) for x in chain(modules, model.parameters(), model.buffers())}
+    tables = chain.from_iterable((vars(module), *(getattr(module, name) for name in _HOOKS)) for module in modules)
+    waiting = [x for table in tables for name, x in table.items() if name not in _STANDARD]
+    while waiting and len(seen) < _MOST:
+        x = waiting.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, Tensor):
+            if type(x) in (Tensor, nn.Parameter) and x.is_leaf:
+                yield x
+        else:
+            waiting += parts_of(x) or ()
 
 
 def function_of_copy(function: Callable[..., Any], model: nn.Module, made: nn.Module) -> Callable[..., Any]:

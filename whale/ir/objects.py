@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import copy
 import functools
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
-from types import MethodType
+from gc import get_referents
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 from weakref import CallableProxyType, ProxyType, WeakMethod, proxy, ref
 
-__all__ = ["CopiedFunction", "Variable", "deep_copy", "slots_of"]
+__all__ = ["CopiedFunction", "Variable", "deep_copy", "parts_of", "slots_of"]
 
 T = TypeVar("T")
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range)
+_ATOMS = (type, FunctionType, BuiltinFunctionType, ModuleType, ref)
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 
 
 class Variable(NamedTuple):
@@ -65,7 +73,8 @@ class CopiedFunction:
 def deep_copy(x: T, memo: dict[int, Any], parts: Callable[[], Iterable[Any]] = tuple) -> T:
     """A copy by ``copy.deepcopy`` with *memo*, which shares with *x* what cannot be copied.
 
-    Weak references of parts to what is copied, as of a layer to its model, refer to the copies.
+    Weak references of parts to what is copied, as of a layer to its model, refer to the copies; and a dict that is its
+    own attributes has a copy that is so.
 
     Args:
         x: to be copied.
@@ -77,6 +86,9 @@ def deep_copy(x: T, memo: dict[int, Any], parts: Callable[[], Iterable[Any]] = t
     """
     known, given = list(parts()), dict(memo)
     made = _copied(x, memo, known, given)
+    for one in memo.get(id(memo), ()):  # what was copied, which copy.deepcopy keeps there
+        if isinstance(one, dict) and getattr(one, "__dict__", None) is one:
+            memo[id(one)].__dict__ = memo[id(one)]
     for part in known:
         for name, one in vars(part).items():
             weak = _weak_copy(one, memo)
@@ -112,7 +124,7 @@ def _copied(x: T, memo: dict[int, Any], known: Sequence[Any], given: Mapping[int
     memo.clear()
     memo.update(given)
     # A tensor that autograd has computed is without its history.
-    memo.update({id(one): one.detach() if hasattr(one, "grad_fn") else one for one in shared})
+    memo.update({id(one): one.detach() if hasattr(type(one), "grad_fn") else one for one in shared})
     return copy.deepcopy(x, memo)
 
 
@@ -126,6 +138,38 @@ def _not_copied(x: Any, memo: dict[int, Any]) -> Iterator[Any]:
                 yield from _not_copied(value, {**memo, id(value): value})
             else:
                 yield value
+
+
+def parts_of(x: Any) -> list[Any] | None:
+    """The parts of an object in an order that its copies have too, as of ``copy.deepcopy``; None where copies may have
+    another."""
+    kind = type(x)
+    if isinstance(x, MethodType):
+        return [x.__func__, x.__self__]
+    if isinstance(x, functools.partial):
+        return [x.func, x.args, x.keywords]
+    if isinstance(x, (*_PLAIN, *_ATOMS, bytearray, array)) or kind.__module__.partition(".")[0] == "numpy":
+        return []
+    if hasattr(kind, "__deepcopy__"):
+        return None
+    found: list[Any] = []
+    if isinstance(x, dict):
+        found += chain.from_iterable(dict.items(x))  # a subclass may give others
+    elif isinstance(x, (list, tuple, deque)):
+        found += iter(x)
+    elif isinstance(x, (set, frozenset)) and not all(map(_is_plain, x)):
+        return None
+    names = [name for name in slots_of(kind) if name not in ("__dict__", "__weakref__")]
+    held = getattr(x, "__dict__", None)
+    if held is not None and held is not x:
+        found += chain.from_iterable(held.items())
+    if not isinstance(x, _CONTAINERS) and held is None and not names:  # of a class in C, as an iterator
+        return [part for part in get_referents(x) if not isinstance(part, type)]
+    return found + [getattr(x, name, None) for name in names]
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, _PLAIN) or (isinstance(x, (tuple, frozenset)) and all(map(_is_plain, x)))
 
 
 def slots_of(kind: type) -> tuple[str, ...]:

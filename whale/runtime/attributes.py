@@ -68,11 +68,13 @@ class Changes(NamedTuple):
         key: names with values, equal for equal values; empty if there are none.
         names: attributes of modules, of their parameters, and hooks, that were changed at any time, by path.
         source: gives the model that has their values; what it does not have was deleted.
+        sources: what its code names.
     """
 
     key: tuple[tuple[str, Hashable], ...] = ()
     names: Mapping[str, Collection[str | int]] = {}
     source: Callable[[], nn.Module | None] = lambda: None
+    sources: Sources = Sources()
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={_shown(token)}" for name, token in self.key)
@@ -83,6 +85,8 @@ class Changes(NamedTuple):
         if source is None:
             return
         memo: dict[int, Any] = {id(theirs): own for theirs, own in zip(source.modules(), model.modules(), strict=False)}
+        # Steps read the tensors that a script has beside the model.
+        memo |= {id(x): x for _, x in Attributes(source, self.sources).tensors()}
         in_own, in_theirs = _in_functions(model), _in_functions(source)
         for owner, names in self.names.items():
             table, held = _table_of(model, owner), _table_of(source, owner)
@@ -139,9 +143,9 @@ def _became(x: Any, other: Any) -> bool:
 
 
 class _Same:
-    """An object as a key, which does not keep it where it can be referred to weakly."""
+    """An object as a key, in a version, which does not keep it where it can be referred to weakly."""
 
-    def __init__(self, x: Any, version: int = 0) -> None:
+    def __init__(self, x: Any, version: Hashable = 0) -> None:
         self._hash = hash((id(x), version))
         self._version = version
         self._get: Callable[[], Any]
@@ -242,8 +246,8 @@ class Attributes:
         if isinstance(x, _PLAIN) or id(x) in seen or depth > _DEEP:
             return
         seen.add(id(x))
-        if type(x) is Tensor and id(x) not in self._states:
-            yield x
+        own = _held_by(x) if isinstance(x, nn.Module) else [x]
+        yield from (one for one in own if type(one) in (Tensor, nn.Parameter) and id(one) not in self._states)
         for read in self._parts(x) or ():
             for part in read():
                 yield from self._tensors_in(part, depth + 1, seen)
@@ -258,7 +262,7 @@ class Attributes:
             if owner in modules or isinstance(name, int):
                 names.setdefault(owner, []).append(name)
         key = tuple((_full_name(owner, name), now.get((owner, name))) for owner, name in changed)
-        self._changes = Changes(key, names, self._root)
+        self._changes = Changes(key, names, self._root, self.sources)
 
     def _roots(self) -> Iterator[tuple[str, Mapping[Any, Any], Collection[Any]]]:
         """Tables with the names of their owners, and the names in each that matter."""
@@ -321,7 +325,7 @@ class Attributes:
         if isinstance(x, _PLAIN):
             return type(x), x
         if isinstance(x, Tensor):
-            return None if id(x) in self._states else _Same(x, x._version)
+            return None if id(x) in self._states else _Same(x, (x._version, _place_of(x)))
         if isinstance(x, CopiedFunction):
             return _Same(x.origin)
         if id(x) in seen:
@@ -333,7 +337,8 @@ class Attributes:
         values = tuple(self._token(part, seen, depth + 1) for part in chain.from_iterable(read() for read in parts))
         names = tuple(self._named(x)) if self._has_names(x) else ()
         # Steps read the tensors of a module that is not of the model, which may be written to, as of a teacher.
-        return type(x), names, values, tuple(map(_Same, _held_by(x))) if isinstance(x, nn.Module) else ()
+        held = tuple(_Same(one, _place_of(one)) for one in _held_by(x)) if isinstance(x, nn.Module) else ()
+        return type(x), names, values, held
 
     def _parts(self, x: Any) -> list[Callable[[], Iterable[Any]]] | None:
         """Readers of the values in an object, if it is looked into."""
@@ -400,7 +405,7 @@ class Attributes:
             return
         seen[id(x)] = x
         if isinstance(x, Tensor) and id(x) not in self._states:
-            self._reads.append(_Last(partial(getattr, x, "_version")))
+            self._reads.append(_Last(lambda: (x._version, _place_of(x))))
         if self._has_names(x) and id(x) not in self._own:
             self._tables.append(x.__dict__)  # a name that it gets may be that of a default of its class
         for read in self._parts(x) or ():
@@ -408,13 +413,18 @@ class Attributes:
             for part in read():
                 self._follow(part, depth + 1, seen)
         if isinstance(x, nn.Module) and id(x) not in self._own:
-            self._reads.append(partial(_held_by, x))
+            self._reads += [partial(_held_by, x), _Last(lambda: tuple(map(_place_of, _held_by(x))))]
 
 
 def _held_by(module: nn.Module) -> list[Any]:
     """The tensors and hooks of a module."""
     tables = (module._parameters, module._buffers, *(getattr(module, hooks) for hooks in _HOOKS))
     return [x for table in tables for x in table.values() if x is not None]
+
+
+def _place_of(x: Any) -> int:
+    """The address of a tensor, another one once a script has set its ``.data``; 0 of others."""
+    return x.data_ptr() if type(x) in (Tensor, nn.Parameter) else 0
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -8,18 +8,14 @@ the parallel model are others. Knows objects; no ranks and no steps.
 
 from __future__ import annotations
 
-from array import array
-from collections import deque
 from collections.abc import Collection, Iterator
-from functools import partial
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from whale.ir.objects import slots_of
+from whale.ir.objects import parts_of
 
 __all__ = ["shared_objects"]
 
@@ -35,7 +31,7 @@ def shared_objects(model: nn.Module, copied: nn.Module) -> dict[int, Any]:
     """The objects of a model that reach no module and none of its states, by the identity of their copies in a copy of
     it."""
     found: dict[int, Any] = {}
-    states = {id(x) for x in chain(copied.parameters(), copied.buffers())}
+    states = {id(x) for x in chain(copied.modules(), copied.parameters(), copied.buffers())}
     for (_, module), (_, other) in zip(model.named_modules(), copied.named_modules(), strict=True):
         for x, its in _pairs_of(module, other):
             pairs: dict[int, Any] = {}
@@ -60,9 +56,12 @@ def _are_alike(x: Any, other: Any, pairs: dict[int, Any], states: Collection[int
     waiting = [(x, other)]
     while waiting:
         one, its = waiting.pop()
-        if one is its or id(its) in pairs or isinstance(one, _PLAIN):
-            if pairs.get(id(its), one) is not one and not isinstance(one, _PLAIN):
+        if isinstance(one, _PLAIN) or id(its) in pairs:
+            if not isinstance(one, _PLAIN) and pairs[id(its)] is not one:
                 return False
+            continue
+        if one is its:
+            pairs[id(its)] = one
             continue
         parts = _parts_of(one) if type(one) is type(its) and id(its) not in states else None
         others = _parts_of(its) if parts is not None else None
@@ -74,26 +73,7 @@ def _are_alike(x: Any, other: Any, pairs: dict[int, Any], states: Collection[int
 
 
 def _parts_of(x: Any) -> list[Any] | None:
-    """The parts of an object in an order that its copies have too; None of one that is copied with a model."""
-    kind = type(x)
-    if kind is Tensor:
-        return None if x.requires_grad else []
-    if kind is dict or (isinstance(x, dict) and kind.__module__ == "collections"):
-        return list(chain.from_iterable(x.items()))
-    if kind in (list, tuple, deque) or (isinstance(x, tuple) and hasattr(x, "_make")):
-        return list(x)
-    if kind in (set, frozenset):
-        return [] if all(isinstance(one, _PLAIN) for one in x) else None
-    if isinstance(x, (bytearray, array)) or kind.__module__.partition(".")[0] == "numpy":
-        return []
-    if isinstance(x, MethodType):
-        return [x.__func__, x.__self__]
-    if isinstance(x, partial):
-        return [x.func, x.args, x.keywords]
-    if kind.__module__.partition(".")[0] in ("torch", "whale", "builtins") or hasattr(kind, "__deepcopy__"):
-        return None
-    slots = slots_of(kind)
-    if not (slots or hasattr(x, "__dict__")) or isinstance(x, (nn.Module, dict, list, set, tuple)):
-        return None
-    held = vars(x) if hasattr(x, "__dict__") else {}
-    return [getattr(x, name, None) for name in slots if name != "__weakref__"] + list(chain.from_iterable(held.items()))
+    """The parts of an object; None of one that is copied with a model."""
+    if isinstance(x, Tensor):
+        return [] if type(x) in (Tensor, nn.Parameter) and x.is_leaf else None
+    return [] if isinstance(x, Generator) else parts_of(x)
