@@ -442,3 +442,51 @@ def test_a_compiled_model_has_a_loss_fn() -> None:
         compiled, (X, y), device="cpu", loss_fn=lambda output, batch: F.cross_entropy(output, batch[1])
     )
     assert model.train_step(X, y).item() == pytest.approx(F.cross_entropy(local(X), y).item())
+
+
+def with_function(kind: str, model: nn.Module) -> Callable[[nn.Module], None]:
+    """Give a layer a function of which a variable has another layer; return what gives it one of a model."""
+    layer, first = model.get_submodule("0"), model.get_submodule("1")
+    held, named, before = [first], {"of": first}, layer.forward
+    functions: dict[str, Callable[..., Any]] = {
+        "a hook": lambda module, args, output: first(output),
+        "a list": lambda module, args, output: held[0](output),
+        "a dict": lambda module, args, output: named["of"](output),
+        "a forward": lambda x: first(before(x)),
+    }
+    if kind == "a forward":
+        layer.forward = functions[kind]
+    else:
+        layer.register_forward_hook(functions[kind])
+
+    def change(other: nn.Module) -> None:
+        nonlocal first
+        held[0] = named["of"] = first = other
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("a hook", "first, a variable of a hook of 0, had the module '1' in parallelize and has something else now"),
+        ("a list", "an entry of a list, a variable of a hook of 0, had the module '1' in parallelize"),
+        ("a dict", "an entry of a dict, a variable of a hook of 0, had the module '1' in parallelize"),
+        ("a forward", "first, a variable of forward of 0, had the module '1' in parallelize"),
+    ],
+)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_variable_of_a_function_on_a_model_has_the_same_in_all_steps(kind: str, message: str, keeps: bool) -> None:
+    twin = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    local = copy.deepcopy(twin)
+    with_function(kind, twin)
+    change = with_function(kind, local)
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
+    model = whale.parallelize(local, x, device="cpu", loss_fn=lambda output, batch: output.square().mean())
+    if not keeps:
+        del local
+    for layer in (model.get_submodule("1"), None):
+        assert model.train_step(x).item() == pytest.approx(twin(x).square().mean().item(), rel=1e-12)
+        change(layer or model.get_submodule("2"))  # the parallel model's own layer is the same one
+    with pytest.raises(UsageError, match=message):
+        model.train_step(x)

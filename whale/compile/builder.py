@@ -26,6 +26,7 @@ from whale.compile.trace import Traced, trace
 from whale.compile.unread import check_places, forms_of_unread
 from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
+from whale.graph.copies import variables_of
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster
@@ -218,7 +219,8 @@ class Builder:
         if bring == "parts" and engine.local is not None:
             engine.local.divide_samples(step.stages, example)
         attend(engine, named)
-        variables = self.loss_fn.variables if isinstance(self.loss_fn, CopiedFunction) else ()
+        variables = variables_of(self.template)
+        variables += self.loss_fn.variables if isinstance(self.loss_fn, CopiedFunction) else ()
         return parallel_module(self.template, engine, _leaves, self.sources, model, looks, variables)
 
     def _learn(self, kind: Kind, batch: Mapping[str, Any], placed: PlacedStep) -> None:

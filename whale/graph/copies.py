@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from whale.errors import CaptureError
 from whale.graph.bytecode import names_of
-from whale.ir.objects import CopiedFunction, Variable, deep_copy, parts_of
+from whale.ir.objects import CopiedFunction, Variable, deep_copy, part_of, parts_of
 
-__all__ = ["Bound", "function_of_copy", "model_copy", "tensors_beside"]
+__all__ = ["Bound", "function_of_copy", "model_copy", "tensors_beside", "variables_of"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _STANDARD = frozenset(nn.Module().__dict__)
@@ -46,15 +46,37 @@ def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo.setdefault(id(tensor), tensor)
     made = deep_copy(model, memo, model.modules)
     _check_parameters(model, made, memo)
-    rebinding = _Rebinding(memo)
-    for module in made.modules():
+    rebinding = _Rebinding(memo, _places(model))
+    for path, module in made.named_modules():
+        of = f" of {path or 'the model'}"
         for table in (module.__dict__, *(getattr(module, name) for name in _HOOKS)):
             for name, x in table.items():
                 if isinstance(x, (FunctionType, functools.partial)):
+                    rebinding.owner = (name if isinstance(name, str) else "a hook") + of
+                    known = len(rebinding.variables)
                     function = rebinding.of(x)
                     if function is not x:
-                        table[name] = Bound(function, x, rebinding.used)
+                        table[name] = Bound(function, x, rebinding.used, tuple(rebinding.variables[known:]))
     return made
+
+
+def variables_of(model: nn.Module) -> list[Variable]:
+    """The variables of the functions on a copy of a model, that had something of the model and do not follow it."""
+    found: list[Variable] = []
+    for module in model.modules():
+        for table in (module.__dict__, *(getattr(module, name) for name in _HOOKS)):
+            for x in table.values():
+                found += x.variables if isinstance(x, CopiedFunction) else ()
+    return found
+
+
+def _places(model: nn.Module) -> dict[int, tuple[str, str]]:
+    """Kind and name of the modules, parameters and buffers of a model, by their identity."""
+    found: dict[int, tuple[str, str]] = {}
+    for kind in ("module", "parameter", "buffer"):
+        for name, x in getattr(model, f"named_{kind}s")(remove_duplicate=False):
+            found.setdefault(id(x), (kind, name))
+    return found
 
 
 def tensors_beside(model: nn.Module) -> Iterator[Tensor]:
@@ -78,15 +100,11 @@ def tensors_beside(model: nn.Module) -> Iterator[Tensor]:
 def function_of_copy(function: Callable[..., Any], model: nn.Module, made: nn.Module) -> Callable[..., Any]:
     """A function that reads modules or parameters of *model*, as a loss with a penalty does, with those of *made*, a
     copy of it; itself where it has none in its variables."""
-    copies: dict[int, Any] = {}
-    places: dict[int, tuple[str, str]] = {}
-    for kind in ("module", "parameter", "buffer"):
-        own = dict(getattr(made, f"named_{kind}s")(remove_duplicate=False))
-        for name, x in getattr(model, f"named_{kind}s")(remove_duplicate=False):
-            if name in own:
-                copies[id(x)] = own[name]
-                places.setdefault(id(x), (kind, name))
-    rebinding = _Rebinding(copies, places)
+    places = _places(model)
+    copies = {known: part_of(made, kind, name) for known, (kind, name) in places.items()}
+    copies = {known: x for known, x in copies.items() if x is not None}
+    rebinding = _Rebinding(copies, places, stays=True)
+    rebinding.owner = "the loss"
     found = rebinding.of(function)
     if found is function or found is getattr(function, "function", None):
         return function
@@ -111,10 +129,10 @@ class Bound(CopiedFunction):
     """A function with what it reaches of a model: modules, tensors, and objects that the model has as attributes."""
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Bound:
-        rebinding = memo.setdefault(_Rebinding, _Rebinding({}))  # one for all functions, that share what they hold
+        rebinding = memo.setdefault(_Rebinding, _Rebinding({}, {}))  # one for all functions, that share what they hold
         for x in self.reached.values():
             rebinding.copies[id(x)] = copy.deepcopy(x, memo)
-        return Bound(rebinding.of(self.function), self.origin, rebinding.used)
+        return Bound(rebinding.of(self.function), self.origin, rebinding.used, self.variables)
 
 
 class _Rebinding:
@@ -122,16 +140,19 @@ class _Rebinding:
 
     Args:
         copies: by the identity of what is copied.
-        places: kind and name of what is copied, by its identity. With these, what a script may change stays as it is,
-            as a list of modules; without, it is copied, or refused.
+        places: kind and name of what is a model's, by its identity.
+        stays: whether what a script may change stays as it is, as a list of modules; else it is copied, or refused.
 
     Attributes:
         used: the copies that were used, by their identity.
         variables: of functions, that have something of *places*.
+        owner: whose variables these are, in words.
     """
 
-    def __init__(self, copies: dict[int, Any], places: Mapping[int, tuple[str, str]] | None = None) -> None:
-        self.copies, self.places = copies, places
+    owner = ""
+
+    def __init__(self, copies: dict[int, Any], places: Mapping[int, tuple[str, str]], *, stays: bool = False) -> None:
+        self.copies, self.places, self.stays = copies, places, stays
         self.variables: list[Variable] = []
         self._known: dict[int, tuple[Any, Any]] = {}
         self.used: dict[int, Any] = {}
@@ -163,7 +184,7 @@ class _Rebinding:
             return functools.partial(function, *args, **keywords) if changed else x
         if isinstance(x, Bound):
             return self.of(x.function)
-        if isinstance(x, RemovableHandle) and self.places is None:
+        if isinstance(x, RemovableHandle) and not self.stays:
             raise CaptureError(
                 "a function that is a module's forward, or a hook, has the handle of a hook, which it could remove: do "
                 "what is done once before parallelize, and remove the hook there"
@@ -179,7 +200,7 @@ class _Rebinding:
         same = [a is b for a, b in zip(made, parts, strict=True)]
         if all(same):
             return x
-        if self.places is not None and not isinstance(x, tuple):
+        if self.stays and not isinstance(x, tuple):
             return x
         if any(same) and not isinstance(x, tuple):
             raise CaptureError(
@@ -187,6 +208,9 @@ class _Rebinding:
                 "model and with other values: the parallel model has other modules, and changes of this one could not "
                 "be seen; hold the modules in a variable of their own"
             )
+        if not isinstance(x, tuple):
+            keys = range(len(x)) if names is None else names
+            self._note((f"an entry of a {type(x).__name__}", functools.partial(_entry, x, key)) for key in keys)
         if names is not None:
             pairs = dict(zip(names, made, strict=True))
             return SimpleNamespace(**pairs) if isinstance(x, SimpleNamespace) else type(x)(pairs)
@@ -236,14 +260,21 @@ class _Rebinding:
         return made if any(made[name] is not value for name, value in x.items()) else x
 
     def _of_variable(self, x: Any) -> Any:
-        return x if self.places is not None and isinstance(x, tuple) else self.of(x)  # tuples have no weak references
+        return x if self.stays and isinstance(x, tuple) else self.of(x)  # tuples have no weak references
 
     def _note(self, variables: Iterable[tuple[str, Callable[[], Any]]]) -> None:
         """Note variables that have something of a model."""
-        for name, read in variables if self.places is not None else ():
-            x = read()
-            kind, path = self.places.get(id(x), ("", "")) if self.places is not None else ("", "")
-            self.variables.append(Variable(name, read, ref(x), kind, path))
+        for name, read in variables:
+            kind, path = self.places.get(id(read()), ("", ""))
+            with suppress(TypeError):  # of what there is no weak reference to, as a list
+                self.variables.append(Variable(name, read, ref(read()), kind, path, self.owner))
+
+
+def _entry(x: Any, key: Any) -> Any:
+    """An entry of a container, or an attribute of a namespace; None where there is none."""
+    with suppress(LookupError):
+        return (vars(x) if isinstance(x, SimpleNamespace) else x)[key]
+    return None
 
 
 def _content(cell: CellType) -> Any:

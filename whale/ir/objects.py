@@ -18,7 +18,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 from weakref import CallableProxyType, ProxyType, WeakMethod, proxy, ref
 
-__all__ = ["CopiedFunction", "Variable", "deep_copy", "parts_of", "slots_of"]
+__all__ = ["CopiedFunction", "Variable", "deep_copy", "part_of", "parts_of", "slots_of"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,7 @@ class Variable(NamedTuple):
         first: what it had.
         kind: what that is of the model: ``module``, ``parameter`` or ``buffer``; empty: a function that has such.
         path: its name in the model.
+        owner: whose variable it is, in words.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Variable(NamedTuple):
     first: ref[Any]
     kind: str
     path: str
+    owner: str
 
 
 class CopiedFunction:
@@ -138,6 +140,14 @@ def _not_copied(x: Any, memo: dict[int, Any]) -> Iterator[Any]:
                 yield from _not_copied(value, {**memo, id(value): value})
             else:
                 yield value
+
+
+def part_of(model: Any, kind: str, path: str) -> Any:
+    """A ``module``, ``parameter`` or ``buffer`` of a model; None where it has none of this name."""
+    try:
+        return getattr(model, {"module": "get_submodule", "parameter": "get_parameter"}.get(kind, "get_buffer"))(path)
+    except AttributeError:
+        return None
 
 
 def parts_of(x: Any) -> list[Any] | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from whale.errors import UsageError
 from whale.ir import range_names
-from whale.ir.objects import Variable, deep_copy
+from whale.ir.objects import Variable, deep_copy, part_of
 from whale.ir.program import Returns
 from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.comm_hooks import CommHook
@@ -197,19 +197,19 @@ class ParallelModule(nn.Module):
                 return engine.run(batch, modes, train, changes, returns=returns, to=to, scale=scale)
 
     def _check_variables(self) -> None:
-        """Refuse a loss of which a variable that had something of the local model has neither that nor the same of this
-        model: a step has what it was."""
+        """Refuse a loss, a hook or a module's own forward of which a variable that had something of the local model has
+        neither that nor the same of this model: a step has what it was."""
         for variable in self._whale.variables:
             try:
                 now = variable.read()
             except (KeyError, ValueError):  # deleted, as to free a model
                 continue
-            if now is None or (now is not variable.first() and now is not _named(self, variable.kind, variable.path)):
+            if now is None or (now is not variable.first() and now is not part_of(self, variable.kind, variable.path)):
                 had = f"the {variable.kind} {variable.path!r}" if variable.path else "the model"
                 had = had if variable.kind else "a function that reads the model"
                 raise UsageError(
-                    f"{variable.name}, a variable of the loss, had {had} in parallelize and has something else now, "
-                    "which steps do not see: keep what changes, as a factor, in a variable of its own"
+                    f"{variable.name}, a variable of {variable.owner}, had {had} in parallelize and has something else "
+                    "now, which steps do not see: keep what changes, as a factor, in a variable of its own"
                 )
 
     # States
@@ -443,14 +443,6 @@ class ParallelModule(nn.Module):
         )
 
 
-def _named(model: nn.Module, kind: str, path: str) -> Any:
-    """A module, parameter or buffer of a model; None where it has none of this name."""
-    try:
-        return getattr(model, {"module": "get_submodule", "parameter": "get_parameter"}.get(kind, "get_buffer"))(path)
-    except AttributeError:
-        return None
-
-
 def _generators(device: torch.device) -> tuple[Tensor, Tensor]:
     """The states of torch's generators for the host and the device, in bytes; of one without a device, zeros."""
     is_cuda = device.type == "cuda"
@@ -487,7 +479,8 @@ class _Done(torch.autograd.Function):
 class Inner(NamedTuple):
     """The part of a parallel model that is not of the local one: ``leaves`` makes a batch by leaf name of the
     arguments of a step, ``arguments`` are the names of those of the local model's forward, ``local`` looks at that
-    model, which a script may still have, ``variables`` are those of its loss that have something of it."""
+    model, which a script may still have, ``variables`` are those of its loss, and of hooks and other functions on it,
+    that have something of it."""
 
     engine: Engine
     watch: Watch
@@ -516,7 +509,7 @@ def parallel_module(
         sources: what the code of the model names.
         local: the model that the script gave.
         looks: fingerprints of its tensors, by name, as far as they are known.
-        variables: of its loss, that have something of it.
+        variables: of its loss, and of hooks and other functions on it, that have something of it.
     """
     memo: dict[int, Any] = {}
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
