@@ -115,6 +115,11 @@ STAGES = {
 }  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "two groups": (4, {"": [replicate(2), replicate()], EXPERTS: [replicate(2), WHOLE]}, {}),
+    "a group without rows": (
+        4,
+        {"": [replicate(2), replicate()], EXPERTS: [replicate(2), WHOLE]},
+        {"speeds": (1e4, 1e4, 1.0, 1.0)},
+    ),
     "with rows on all ranks": (2, {"": WHOLE}, {}),
     "micro-batches": (2, BY_EXPERT, {"micro_batches": 2}),
     "stages": (4, STAGES, {"micro_batches": 2}),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from whale.ir.placement import Cut, Segment
-from whale.runtime.collectives import _side_by_side, _stacked, take
+from whale.runtime.collectives import _side_by_side, _stacked, assemble, embed, take
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((6, 5, 4), 0), ((5, 6, 4), 1), ((4, 5, 6), 2), ((0, 6), 1)])
@@ -21,3 +21,11 @@ def test_stacked_parts_are_those_that_ranks_hold_and_side_by_side_they_are_the_w
         assert torch.equal(part, take(x, cut, rank))
     assert stacked.is_contiguous()
     assert torch.equal(_side_by_side(stacked, cut), x)
+
+
+def test_a_dim_without_rows_is_cut_where_its_inner_part_is() -> None:
+    cut = Cut(0, (Segment(0, 8, 2),), (4, 4))  # rows, their tokens, and the experts of each, as one dim
+    x = torch.zeros(0, 3)
+    parts = [take(x, cut, rank) for rank in range(2)]
+    assert [part.shape for part in parts] == [x.shape, x.shape]
+    assert assemble(parts, cut).shape == embed(parts[0], cut, 0).shape == x.shape

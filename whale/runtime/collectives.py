@@ -124,20 +124,14 @@ class Exchange(CollectiveModule):
         return f"{self.op}, ranks={list(self.ranks)}"
 
 
-def parts(x: Tensor, cut: Cut, whole: bool = True) -> list[Tensor]:
-    """The views ``[..., outer, size, inner, ...]`` of a tensor's dim, one a segment of the cut.
-
-    *whole* says whether *x* holds the whole dim; else its segments hold ``x.shape[dim] / extent`` of it.
-    """
-    dim = cut.dim
-    scale = (x.shape[dim], cut.extent)
-    views, base = [], 0
+def parts(x: Tensor, cut: Cut) -> list[Tensor]:
+    """The views ``[..., outer, size, inner, ...]`` of a tensor's whole dim, one a segment of the cut."""
+    dim, views, base = cut.dim, [], 0
     for segment in cut.segments:
-        extent = segment.extent * scale[0] // scale[1] if not whole else segment.extent
-        piece = x.narrow(dim, base, extent) if len(cut.segments) > 1 else x
-        size = extent // max(segment.outer * segment.inner, 1)
-        views.append(piece.reshape(*x.shape[:dim], segment.outer, size, segment.inner, *x.shape[dim + 1 :]))
-        base += extent
+        piece = x.narrow(dim, base, segment.extent) if len(cut.segments) > 1 else x
+        shape = (segment.outer, segment.size, segment.inner)
+        views.append(piece.reshape(*x.shape[:dim], *shape, *x.shape[dim + 1 :]))
+        base += segment.extent
     return views
 
 
