@@ -475,22 +475,24 @@ def test_what_modules_keep_is_kept(ranks: Two, kind: str, layout: str) -> None:
             assert error < 1e-12
 
 
-def verify_a_penalty(world: World, layout: str, options: dict[str, Any]) -> bool:
+def verify_a_penalty(world: World, layout: str, options: dict[str, Any], held: bool) -> bool:
     """Whether a step equals the local one where the loss reads the model's parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(OrderedDict(a=nn.Linear(16, 8), b=nn.Linear(8, 4))).double()
     whale.annotate(model, PARTS[layout])
+    parameters = list(model.parameters()) if held else None
 
     def loss_fn(output: torch.Tensor, batch: Any) -> torch.Tensor:
-        return output.square().mean() + 0.1 * sum(p.abs().sum() for p in model.parameters())
+        return output.square().mean() + 0.1 * sum(p.abs().sum() for p in parameters or model.parameters())
 
     return whale.verify(model, torch.randn(8, 16, dtype=torch.float64), loss_fn=loss_fn, device="cpu", **options).passed
 
 
 @pytest.mark.parametrize("options", [{}, {"zero": 3}, {"micro_batches": 2}], ids=str)
 @pytest.mark.parametrize("layout", PARTS)
-def test_a_loss_reads_the_parameters_of_the_model(ranks: Two, layout: str, options: dict[str, Any]) -> None:
-    assert all(ranks.run(verify_a_penalty, layout, options))
+@pytest.mark.parametrize("held", [False, True], ids=["of the model", "held"])
+def test_a_loss_reads_the_parameters_of_the_model(ranks: Two, layout: str, options: dict[str, Any], held: bool) -> None:
+    assert all(ranks.run(verify_a_penalty, layout, options, held))
 
 
 def refuse_kinds(world: World) -> list[str]:

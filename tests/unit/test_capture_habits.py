@@ -335,7 +335,54 @@ def by_a_helper(model: nn.Module) -> Loss:
     return lambda output, batch: output.square().mean() + penalty()
 
 
-PENALTIES = {"decay": weight_decay, "consolidation": consolidation, "a partial": by_a_partial, "a helper": by_a_helper}
+def by_held(hold: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Loss]:
+    """A loss that has parameters of the model in a variable."""
+
+    def made(model: nn.Module) -> Loss:
+        held = hold(model)
+
+        def loss_fn(output: Tensor, batch: Batch) -> Tensor:
+            several = held.values() if isinstance(held, dict) else [held] if isinstance(held, Tensor) else held
+            return output.square().mean() + 0.1 * torch.stack([one.square().sum() for one in several]).sum()
+
+        return loss_fn
+
+    return made
+
+
+def by_default(model: nn.Module) -> Loss:
+    weight = model.get_parameter("2.weight")
+
+    def loss_fn(output: Tensor, batch: Batch, of: Any = weight) -> Tensor:
+        return output.square().mean() + of.norm()
+
+    return loss_fn
+
+
+def by_pairs(model: nn.Module) -> Loss:
+    pairs = [(0.1, model.get_submodule("0")), (0.2, model.get_submodule("2"))]
+
+    def loss_fn(output: Tensor, batch: Batch) -> Tensor:
+        norms = [factor * module.get_parameter("weight").norm() for factor, module in pairs]
+        return output.square().mean() + torch.stack(norms).sum()
+
+    return loss_fn
+
+
+HELD = {
+    "a parameter": by_held(lambda model: model.get_parameter("0.weight")),
+    "a list": by_held(lambda model: list(model.parameters())),
+    "a tuple": by_held(lambda model: tuple(model.parameters())),
+    "a dict": by_held(lambda model: dict(model.named_parameters())),
+    "a default": by_default,
+    "pairs": by_pairs,
+}
+PENALTIES = HELD | {
+    "decay": weight_decay,
+    "consolidation": consolidation,
+    "a partial": by_a_partial,
+    "a helper": by_a_helper,
+}
 
 
 @pytest.mark.parametrize("kind", PENALTIES)
@@ -409,29 +456,22 @@ def test_a_variable_of_a_loss_may_be_deleted() -> None:
     assert model.train_step(X).item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["pairs", "a dict", "a namespace"])
+MIXED: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], nn.Module]]] = {
+    "a list": (lambda module: [0.1, module], lambda held: held[1]),
+    "a dict": (lambda module: {"by": 0.1, "of": module}, lambda held: held["of"]),
+    "a namespace": (lambda module: SimpleNamespace(by=0.1, of=module), lambda held: held.of),
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
 def test_a_loss_does_not_copy_what_a_script_may_change(kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    held: Any = {"pairs": [(0.1, model[0])], "a dict": {"of": model[0]}, "a namespace": SimpleNamespace(of=model[0])}
-    read: dict[str, Callable[[], nn.Module]] = {
-        "pairs": lambda: held["pairs"][0][1],
-        "a dict": lambda: held["a dict"]["of"],
-        "a namespace": lambda: held["a namespace"].of,
-    }
+    hold, read = MIXED[kind]
+    held = hold(model[0])
     with pytest.raises(CaptureError, match="a parameter of shape .* that the model has not under a name"):
         whale.parallelize(
-            model,
-            X,
-            device="cpu",
-            loss_fn=lambda output, _: output.mean() + read[kind]().get_parameter("weight").norm(),
+            model, X, device="cpu", loss_fn=lambda output, _: output.mean() + read(held).get_parameter("weight").norm()
         )
-
-
-def test_a_loss_that_holds_parameters_in_a_list_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    parameters = list(model.parameters())
-    with pytest.raises(CaptureError, match="the model has not under a name"):
-        whale.parallelize(model, X, device="cpu", loss_fn=lambda output, _: sum(p.sum() for p in parameters))
 
 
 def test_a_compiled_model_has_a_loss_fn() -> None:
@@ -490,3 +530,72 @@ def test_a_variable_of_a_function_on_a_model_has_the_same_in_all_steps(kind: str
         change(layer or model.get_submodule("2"))  # the parallel model's own layer is the same one
     with pytest.raises(UsageError, match=message):
         model.train_step(x)
+
+
+def appended(held: Any, model: nn.Module) -> Any:
+    held.append(model.get_parameter("2.bias"))
+    return held
+
+
+def replaced(held: Any, model: nn.Module) -> Any:
+    held[0] = model.get_parameter("2.weight")
+    return held
+
+
+ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[Any, nn.Module], Any], str]] = {
+    "an entry": (
+        list,
+        replaced,
+        "an entry of a list, a variable of the loss, had the parameter '0.weight'",
+    ),
+    "one more": (list, appended, "a list, a variable of the loss, had the number of entries '4' in parallelize"),
+    "a tuple": (
+        tuple,
+        lambda held, model: tuple(model.parameters())[1:],
+        "held, a variable of the loss, had",
+    ),
+    "a factor": (
+        lambda all_of: [(0.5, next(all_of))],
+        lambda held, model: [(0.6, held[0][1])],
+        "an entry of a list, a variable of the loss, had the value '0.5'",
+    ),
+    "the same": (tuple, lambda held, model: tuple(model.parameters()), ""),
+    "the same in a list": (list, lambda held, model: held, ""),
+}
+
+
+def norm_of(x: Any) -> Tensor:
+    return x.norm() if isinstance(x, Tensor) else x[0] * norm_of(x[1])
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_parameters_that_a_loss_holds_are_the_same_in_all_steps(kind: str) -> None:
+    local = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    hold, change, message = ENTRIES[kind]
+    held = hold(local.parameters())
+    model = whale.parallelize(
+        local, X, device="cpu", loss_fn=lambda output, batch: output.square().mean() + sum(norm_of(x) for x in held)
+    )
+    assert model.train_step(X).isfinite()
+    new = change(held, model)
+    if kind == "a factor":
+        held[:] = new
+    else:
+        held = new
+    with pytest.raises(UsageError, match=message) if message else nullcontext():
+        assert model.train_step(X).isfinite()
+
+
+def test_a_hook_holds_a_parameter() -> None:
+    twin = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    local = copy.deepcopy(twin)
+    for model in (twin, local):
+        weight = model.get_parameter("0.weight")
+        model[2].register_forward_hook(lambda module, args, output, of=weight: output * of.norm())
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
+    parallel = whale.parallelize(local, x, device="cpu", loss_fn=lambda output, batch: output.square().mean())
+    expected = twin(x).square().mean()
+    expected.backward()
+    assert parallel.train_step(x).item() == pytest.approx(expected.item(), rel=1e-12)
+    for name, p in twin.named_parameters():
+        torch.testing.assert_close(parallel.get_parameter(name).grad, p.grad)

@@ -28,7 +28,7 @@ from whale.errors import UsageError
 from whale.graph.canonical import DRAWS, canonicalize, functional, inline_regions
 from whale.graph.capture_checks import check_batch, check_constant, check_dtypes, check_hooks, check_static
 from whale.graph.capture_errors import capture_error
-from whale.graph.copies import function_of_copy, model_copy
+from whale.graph.copies import function_of_copy, model_copy, places_of, reading
 from whale.graph.custom_functions import checking_functions
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.losses import any_sum, pick_loss
@@ -148,18 +148,23 @@ class _Loss(nn.Module):
         self.model = model
         self.names = tuple(names)
         self.__dict__["loss_fn"] = loss_fn  # not a module of the model, whose tensors have names
+        self.first = places_of(model)
         self.checks = tuple(checks)
         self.returns = returns
         self.found = _Found() if found is None else found
 
     def forward(self, *leaves: Any) -> Any:
+        with reading(self.model, self.first, self.loss_fn) as loss_fn:
+            return self._results(leaves, loss_fn)
+
+    def _results(self, leaves: Sequence[Any], loss_fn: LossFn | None) -> Any:
         values = dict(zip(self.names, leaves, strict=True))
         for name, constant in self.numbers.items():
             values[name] = values[name].item() if constant is None else constant
         held = {path: (inner, dict(inner._buffers)) for path, inner in self.model.named_modules()}
         args = [v for k, v in values.items() if k.startswith("args[")]
         kwargs = {k: v for k, v in values.items() if not k.startswith("args[")}
-        if self.loss_fn is None:
+        if loss_fn is None:
             output = self.model(*args, **kwargs)
         else:
             accepted = _accepted(self.model, len(args), kwargs)
@@ -169,7 +174,7 @@ class _Loss(nn.Module):
         loss = None
         if self.returns != "outputs":
             batch = kwargs if kwargs else tuple(args)
-            output = output if self.loss_fn is None else _loss_of(self.loss_fn, output, batch)
+            output = output if loss_fn is None else _loss_of(loss_fn, output, batch)
             loss = pick_loss(output, required=self.returns == "loss" or self.training)
         self.found.has_loss = loss is not None
         if loss is None:

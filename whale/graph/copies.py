@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from whale.errors import CaptureError
 from whale.graph.bytecode import names_of
 from whale.ir.objects import CopiedFunction, Variable, deep_copy, part_of, parts_of
 
-__all__ = ["Bound", "function_of_copy", "model_copy", "tensors_beside", "variables_of"]
+__all__ = ["Bound", "function_of_copy", "model_copy", "places_of", "reading", "tensors_beside", "variables_of"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _STANDARD = frozenset(nn.Module().__dict__)
@@ -46,7 +46,7 @@ def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo.setdefault(id(tensor), tensor)
     made = deep_copy(model, memo, model.modules)
     _check_parameters(model, made, memo)
-    rebinding = _Rebinding(memo, _places(model))
+    rebinding = _Rebinding(memo, places_of(model))
     for path, module in made.named_modules():
         of = f" of {path or 'the model'}"
         for table in (module.__dict__, *(getattr(module, name) for name in _HOOKS)):
@@ -62,15 +62,17 @@ def model_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def variables_of(model: nn.Module) -> list[Variable]:
     """The variables of the functions on a copy of a model, that had something of the model and do not follow it."""
-    found: list[Variable] = []
+    return [variable for x in _functions_on(model) for variable in x.variables]
+
+
+def _functions_on(model: nn.Module) -> Iterator[CopiedFunction]:
+    """The copied functions that modules have as attributes and hooks."""
     for module in model.modules():
         for table in (module.__dict__, *(getattr(module, name) for name in _HOOKS)):
-            for x in table.values():
-                found += x.variables if isinstance(x, CopiedFunction) else ()
-    return found
+            yield from (x for x in table.values() if isinstance(x, CopiedFunction))
 
 
-def _places(model: nn.Module) -> dict[int, tuple[str, str]]:
+def places_of(model: nn.Module) -> dict[int, tuple[str, str]]:
     """Kind and name of the modules, parameters and buffers of a model, by their identity."""
     found: dict[int, tuple[str, str]] = {}
     for kind in ("module", "parameter", "buffer"):
@@ -100,7 +102,7 @@ def tensors_beside(model: nn.Module) -> Iterator[Tensor]:
 def function_of_copy(function: Callable[..., Any], model: nn.Module, made: nn.Module) -> Callable[..., Any]:
     """A function that reads modules or parameters of *model*, as a loss with a penalty does, with those of *made*, a
     copy of it; itself where it has none in its variables."""
-    places = _places(model)
+    places = places_of(model)
     copies = {known: part_of(made, kind, name) for known, (kind, name) in places.items()}
     copies = {known: x for known, x in copies.items() if x is not None}
     rebinding = _Rebinding(copies, places, stays=True)
@@ -125,6 +127,25 @@ def _check_parameters(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]
     )
 
 
+@contextmanager
+def reading(
+    model: nn.Module, first: Mapping[int, tuple[str, str]], loss_fn: Callable[..., Any] | None
+) -> Iterator[Any]:
+    """Let the functions on a model, and a loss that is given back, read the tensors that the model has now, as while it
+    is exported, in place of the *first* ones, whose kinds and names are known."""
+    now = {known: part_of(model, kind, name) for known, (kind, name) in first.items()}
+    rebinding = _Rebinding({known: x for known, x in now.items() if id(x) != known}, {}, stays=True)
+    bound = [x for x in _functions_on(model) if isinstance(x, Bound)]
+    before = [x.function for x in bound]
+    try:
+        for x in bound if rebinding.copies else ():
+            x.function = rebinding.of(x.function)
+        yield rebinding.of(loss_fn.function) if isinstance(loss_fn, Bound) else loss_fn
+    finally:
+        for x, function in zip(bound, before, strict=True):
+            x.function = function
+
+
 class Bound(CopiedFunction):
     """A function with what it reaches of a model: modules, tensors, and objects that the model has as attributes."""
 
@@ -141,7 +162,7 @@ class _Rebinding:
     Args:
         copies: by the identity of what is copied.
         places: kind and name of what is a model's, by its identity.
-        stays: whether what a script may change stays as it is, as a list of modules; else it is copied, or refused.
+        stays: whether a list or a dict of modules and of other values stays as it is; else it is refused.
 
     Attributes:
         used: the copies that were used, by their identity.
@@ -200,17 +221,16 @@ class _Rebinding:
         same = [a is b for a, b in zip(made, parts, strict=True)]
         if all(same):
             return x
-        if self.stays and not isinstance(x, tuple):
-            return x
         if any(same) and not isinstance(x, tuple):
+            if self.stays:
+                return x
             raise CaptureError(
                 f"a function that is a module's forward, or a hook, holds a {type(x).__name__} with modules of the "
                 "model and with other values: the parallel model has other modules, and changes of this one could not "
                 "be seen; hold the modules in a variable of their own"
             )
-        if not isinstance(x, tuple):
-            keys = range(len(x)) if names is None else names
-            self._note((f"an entry of a {type(x).__name__}", functools.partial(_entry, x, key)) for key in keys)
+        if not isinstance(x, tuple) and self.places:
+            self._note_entries(x, list(names or range(len(x))))
         if names is not None:
             pairs = dict(zip(names, made, strict=True))
             return SimpleNamespace(**pairs) if isinstance(x, SimpleNamespace) else type(x)(pairs)
@@ -224,10 +244,10 @@ class _Rebinding:
         self._known[id(x)] = x, made  # for what refers to it
         for cell, one in zip(cells, old, strict=True):
             with suppress(ValueError):  # an empty cell
-                cell.cell_contents = self._of_variable(one.cell_contents)
+                cell.cell_contents = self.of(one.cell_contents)
         defaults, keyword = self.of(x.__defaults__), x.__kwdefaults__ and self._of_names(x.__kwdefaults__)
         read = {name: x.__globals__[name] for name in names_of(x.__code__) if name in x.__globals__}
-        others = {name: new for name, value in read.items() if (new := self._of_variable(value)) is not value}
+        others = {name: new for name, value in read.items() if (new := self.of(value)) is not value}
         closure = tuple(new if _differ(new, one) else one for new, one in zip(cells, old, strict=True))
         variables.update(others)
         made.__defaults__, made.__kwdefaults__ = defaults, keyword
@@ -259,15 +279,35 @@ class _Rebinding:
         made = {name: self.of(value) for name, value in x.items()}
         return made if any(made[name] is not value for name, value in x.items()) else x
 
-    def _of_variable(self, x: Any) -> Any:
-        return x if self.stays and isinstance(x, tuple) else self.of(x)  # tuples have no weak references
-
     def _note(self, variables: Iterable[tuple[str, Callable[[], Any]]]) -> None:
-        """Note variables that have something of a model."""
+        """Note variables that have something of a model, of a tuple its entries."""
         for name, read in variables:
-            kind, path = self.places.get(id(read()), ("", ""))
-            with suppress(TypeError):  # of what there is no weak reference to, as a list
-                self.variables.append(Variable(name, read, ref(read()), kind, path, self.owner))
+            x = read()
+            kind, path = self.places.get(id(x), ("", ""))
+            if isinstance(x, tuple):
+                self._note((name, functools.partial(_entry_of, read, place)) for place in range(len(x)))
+            elif isinstance(x, (bool, int, float, str)):
+                self.variables.append(Variable(name, read, functools.partial(_itself, x), "value", str(x), self.owner))
+            else:
+                with suppress(TypeError):  # of what there is no weak reference to, as a list
+                    self.variables.append(Variable(name, read, ref(x), kind, path, self.owner))
+
+    def _note_entries(self, x: Any, keys: Sequence[Any]) -> None:
+        """Note the entries of a container that all have something of a model, and their number."""
+        kind, num = type(x).__name__, len(keys)
+        self._note((f"an entry of a {kind}", functools.partial(_entry, x, key)) for key in keys)
+        as_many, first = functools.partial(_has_as_many, x, num), functools.partial(_itself, True)
+        self.variables.append(Variable(f"a {kind}", as_many, first, "number of entries", str(num), self.owner))
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _entry_of(read: Callable[[], Any], place: int) -> Any:
+    """An entry of the tuple that a variable has; None where it has none."""
+    x = read()
+    return x[place] if isinstance(x, tuple) and place < len(x) else None
 
 
 def _entry(x: Any, key: Any) -> Any:
@@ -275,6 +315,11 @@ def _entry(x: Any, key: Any) -> Any:
     with suppress(LookupError):
         return (vars(x) if isinstance(x, SimpleNamespace) else x)[key]
     return None
+
+
+def _has_as_many(x: Any, num: int) -> bool | None:
+    """True if a container has as many entries; else None."""
+    return len(vars(x) if isinstance(x, SimpleNamespace) else x) == num or None
 
 
 def _content(cell: CellType) -> Any:

@@ -33,15 +33,16 @@ class Variable(NamedTuple):
     Attributes:
         name: in the function's code.
         read: gives what it has now; raises a KeyError or a ValueError if it is deleted.
-        first: what it had.
+        first: gives what it had, or None.
         kind: what that is of the model: ``module``, ``parameter`` or ``buffer``; empty: a function that has such.
+            ``number of entries`` and ``value``: of a container of such, as ``path`` says.
         path: its name in the model.
         owner: whose variable it is, in words.
     """
 
     name: str
     read: Callable[[], Any]
-    first: ref[Any]
+    first: Callable[[], Any]
     kind: str
     path: str
     owner: str
@@ -143,9 +144,11 @@ def _not_copied(x: Any, memo: dict[int, Any]) -> Iterator[Any]:
 
 
 def part_of(model: Any, kind: str, path: str) -> Any:
-    """A ``module``, ``parameter`` or ``buffer`` of a model; None where it has none of this name."""
+    """A ``module``, ``parameter`` or ``buffer`` of a model, whatever it is there; None where it has none of this
+    name."""
+    owner, _, name = ("", "", path) if kind == "module" else path.rpartition(".")
     try:
-        return getattr(model, {"module": "get_submodule", "parameter": "get_parameter"}.get(kind, "get_buffer"))(path)
+        return model.get_submodule(path) if kind == "module" else getattr(model.get_submodule(owner), name)
     except AttributeError:
         return None
 
