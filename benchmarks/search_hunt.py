@@ -64,7 +64,7 @@ MOST_COMPILED = 8
 TOO_SLOW = 1.6
 """Times the best score beyond which random plans and local changes are not compiled."""
 
-TIME_LIMIT = 10.0
+TIME_LIMIT = 60.0
 """Seconds of a search, as of ``whale search``, by the processor: other work on the machine does not count."""
 
 

@@ -168,6 +168,47 @@ def test_an_optimizer_that_one_rank_refuses_is_told_to_the_others(ranks: Two) ->
     assert seconds < AT_ONCE
 
 
+def use_parameters_of_the_local_model(world: World, use: str) -> str:
+    """The refusal where a script has parameters of a local model that ranks have in parts, and no module of it."""
+    torch.manual_seed(0)
+    local = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    whale.annotate(local, {"": whale.split()})
+    parameters, x = list(local.parameters()), torch.ones(2, 8)
+    model: Any = whale.parallelize(local, x, device="cpu", loss_fn=lambda output, _: output.sum(), timeout_seconds=20)
+    del local
+    model.train_step(x)
+    uses: dict[str, Callable[[], object]] = {
+        "norm": lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0),
+        "value": lambda: torch.nn.utils.clip_grad_value_(parameters, 1.0),
+        "write": lambda: torch.nn.init.zeros_(parameters[0]),
+        "freeze": lambda: parameters[0].requires_grad_(False),
+        "hook": lambda: parameters[0].register_hook(torch.neg),
+        "nothing": lambda: None,
+    }
+
+    def step() -> None:
+        uses[use]()
+        model.train_step(x)
+
+    return refusal(step)
+
+
+OF_PARAMETERS = {
+    "norm": "clip_grad_norm_ was given 0.weight of the local model",
+    "value": "clip_grad_value_ was given 0.weight of the local model",
+    "write": "values were written into 0.weight of the local model after parallelize",
+    "freeze": "0.weight of the local model was frozen after parallelize",
+    "hook": "0.weight of the local model was given a hook after parallelize",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("use", OF_PARAMETERS)
+def test_parameters_of_the_local_model_are_not_taken_for_those_that_are_trained(ranks: Two, use: str) -> None:
+    for message in ranks.run(use_parameters_of_the_local_model, use):
+        assert message.startswith(OF_PARAMETERS[use]) and bool(message) == bool(OF_PARAMETERS[use])
+
+
 def load_of_the_local_optimizer(world: World, shares: list[float] | None) -> tuple[str, str, float]:
     """Refusals of the state of the local model's optimizer, in the load or the step after it, and of one by names."""
     local = decoder(layers=1)

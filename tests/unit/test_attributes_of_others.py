@@ -6,6 +6,7 @@ import functools
 import queue
 import sys
 import threading
+from argparse import Namespace
 from array import array
 from collections import ChainMap, UserList, deque
 from collections.abc import Callable
@@ -448,3 +449,87 @@ def test_what_a_loss_computes_from_a_module_beside_the_model_alone_is_renewed(ma
             for number, x in enumerate([*beside.parameters(), *beside.buffers()]):
                 x.flatten()[0] += 1.0 + number
     assert len(model._whale.engine.steps) == 1
+
+
+held_globally: Any = None
+
+
+def scaling(by: float) -> nn.Linear:
+    made = nn.Linear(3, 3, bias=False).double().requires_grad_(False)
+    with torch.no_grad():
+        made.weight.copy_(by * torch.eye(3))
+    return made
+
+
+HELD_GLOBALLY: dict[str, Callable[[float], Any]] = {
+    "a module": scaling,
+    "modules": lambda by: nn.Sequential(scaling(by), nn.Identity()),
+    "a method": lambda by: scaling(by).forward,
+    "a partial": lambda by: functools.partial(torch.mul, torch.tensor(by, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("kind", HELD_GLOBALLY)
+@pytest.mark.parametrize("where", ["forward", "loss_fn"])
+def test_a_global_that_has_another_module_acts_at_the_next_step(kind: str, where: str) -> None:
+    class Aimed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.layer(x)
+            return loss_of(made, x) if where == "forward" else made
+
+    def loss_of(made: Tensor, given: Any) -> Tensor:
+        x = given[0] if isinstance(given, tuple) else given
+        return (made - held_globally(x).detach()).square().mean()
+
+    make, local = HELD_GLOBALLY[kind], Aimed()
+    write(globals(), "held_globally", make(1.0))
+    model: Any = whale.parallelize(local, X, device="cpu", loss_fn=loss_of if where == "loss_fn" else None)
+    twin = Aimed()
+    for by in (1.0, 2.0, 3.0):
+        write(globals(), "held_globally", make(by))
+        expected = twin(X) if where == "forward" else loss_of(twin(X), X)
+        assert model.train_step(X).item() == pytest.approx(expected.item(), rel=1e-12)
+    if isinstance(held_globally, nn.Linear):
+        held_globally.weight.data.mul_(0.5)
+        expected = twin(X) if where == "forward" else loss_of(twin(X), X)
+        assert model.train_step(X).item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+class Rate:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self) -> float:
+        return self.value
+
+
+def rated() -> None:
+    """A function with an attribute."""
+
+
+NAMESPACES: dict[str, Any] = {"SimpleNamespace": SimpleNamespace(), "argparse": Namespace(), "a function": rated}
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_what_is_put_into_a_namespace_is_looked_at(kind: str) -> None:
+    held = NAMESPACES[kind]
+    held.rate = Rate(1.0)
+
+    class Rated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.held = nn.Linear(3, 3).double(), held
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x).sum() * self.held.rate()
+
+    twin, model = Rated(), whale.parallelize(Rated(), X, device="cpu")
+    for change in (lambda: None, lambda: setattr(held, "rate", Rate(2.0)), lambda: setattr(held.rate, "value", 3.0)):
+        change()
+        assert model.train_step(X).item() == pytest.approx(twin(X).item(), rel=1e-12)

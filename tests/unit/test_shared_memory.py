@@ -161,3 +161,14 @@ def test_a_parameter_that_the_loss_does_not_read_may_share_the_memory_of_one_tha
 
     local = Unread()
     assert whale.parallelize(local, X, device="cpu").train_step(X).item() == pytest.approx(local(X).item(), rel=1e-12)
+
+
+def test_a_tensor_that_each_forward_makes_may_begin_as_a_view() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(6, 3).double()), nn.Tanh())
+
+    twin, local = made(), made()
+    model: Any = whale.parallelize(local, X, device="cpu", loss_fn=lambda output, _: output.square().sum())
+    for _ in range(2):
+        assert model.train_step(X).item() == pytest.approx(twin(X).square().sum().item(), rel=1e-12)

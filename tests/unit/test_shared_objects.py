@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pydantic
 import pytest
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,14 @@ class Items(list[Any]):
     pass
 
 
+class Config(pydantic.BaseModel):
+    factor: float = 1.0
+
+
+class OpenConfig(pydantic.BaseModel, extra="allow"):
+    _private: float = 1.0
+
+
 def factor_of(x: Any) -> float:
     return float(x.factor)
 
@@ -74,6 +83,7 @@ def factor_of(x: Any) -> float:
 NAMESPACE, SCHEDULE, SLOTS = SimpleNamespace(factor=1.0), Schedule(), Slots()
 PLACED = SimpleNamespace(factor=1.0, device=torch.device("cpu"), part=slice(1, 3), shape=torch.Size([2]))
 TABLE = torch.ones(2, dtype=torch.float64)
+CONFIG, OPEN = Config(), OpenConfig(**{"factor": 1.0})
 DICTS, LISTED = (Options(factor=1.0), OwnAttributes(factor=1.0)), Items([1.0])
 HOLDING = SimpleNamespace(
     factor=1.0,
@@ -100,6 +110,9 @@ KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[float], Any]]] = {
     "a dict that is its attributes": (DICTS[1], factor_of, lambda value: DICTS[1].update(factor=value)),
     "a kind of list": (LISTED, lambda x: x[0], lambda value: LISTED.__setitem__(0, value)),
     "an object with others": (HOLDING, factor_of, lambda value: setattr(HOLDING, "factor", value)),
+    "a pydantic model": (CONFIG, factor_of, lambda value: setattr(CONFIG, "factor", value)),
+    "what a pydantic model allows": (OPEN, factor_of, lambda value: setattr(OPEN, "factor", value)),
+    "what a pydantic model hides": (OPEN, lambda x: x._private, lambda value: setattr(OPEN, "_private", value)),
     "a deque": (ITEMS, lambda x: x[0], lambda value: ITEMS.__setitem__(0, value)),
     "a tensor": (TABLE, lambda x: x.sum(), lambda value: TABLE.fill_(value)),
     "a tensor in it": (SimpleNamespace(of=TABLE), lambda x: x.of.sum(), lambda value: TABLE.fill_(value)),

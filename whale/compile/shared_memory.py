@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 
 from whale.compile.compilation import Compilation
 from whale.errors import UsageError
@@ -36,7 +36,14 @@ def check_shared_memory(model: nn.Module, compilation: Compilation, plain: Itera
         UsageError: names both.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    pairs = [pair for pair in _sharing([*tensors.items(), *plain]) if not tensors.keys().isdisjoint(pair)]
+    # Others the forward makes before it reads them, as spectral_norm its weight.
+    constants = {
+        x.untyped_storage().data_ptr()
+        for x in compilation.captured.constants.values()
+        if isinstance(x, Tensor) and not x.is_meta
+    }
+    read = [(name, x) for name, x in plain if x.layout == strided and x.untyped_storage().data_ptr() in constants]
+    pairs = [pair for pair in _sharing([*tensors.items(), *read]) if not tensors.keys().isdisjoint(pair)]
     if not pairs:
         return
     ranks = sorted({rank for stage in compilation.stages for rank in stage.mesh.ranks})

@@ -39,8 +39,9 @@ def capture_error(error: Exception, model: nn.Module) -> WhaleError:
     if "is mutated in the forward" in text:
         return located(
             f"{name} cannot be captured: the forward or loss_fn writes to a tensor that is no buffer of the model, as "
-            "of a loss's module; register it as a buffer of the model (register_buffer), and put a loss with a state "
-            "inside the model",
+            "of a loss's module, or the statistics of a teacher's norm in training; register it as a buffer of the "
+            "model (register_buffer), put a loss with a state inside the model, and register a teacher as a module of "
+            "the model or call its eval() before parallelize",
             place or place_of_forward(model),
         )
     if ".numpy()" in text or "__array__" in text:

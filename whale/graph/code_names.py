@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -28,6 +28,9 @@ __all__ = ["Named", "hooks_of", "names_in_code"]
 
 _OF_MODULES = frozenset(nn.Module().__dict__)
 """Attributes that each module has, whose tensors, modules and hooks are looked at by themselves."""
+
+_OF_NAMES = ("types", "argparse")
+"""Python's modules whose objects have attributes alone, as ``SimpleNamespace`` and ``argparse.Namespace``."""
 
 _STATELESS_OR_BUILT = {*STATELESS, "builtins", "numpy"}
 
@@ -146,9 +149,9 @@ class _Search:
             self._hold_class(x)
             return
         if isinstance(x, dict | MappingProxyType | tuple | list | set | frozenset | deque) and len(x) <= _LONG:
-            for inner in [*x, *(x.values() if isinstance(x, dict | MappingProxyType) else ())]:
-                self._waiting.extend(_functions(inner))
-                self._hold(inner, depth + 1)
+            self._hold_all([*x, *(x.values() if isinstance(x, dict | MappingProxyType) else ())], depth)
+        if type(x).__module__ in _OF_NAMES:
+            self._hold_all(vars(x).values(), depth)
         module, own = isinstance(x, nn.Module), _is_own(type(x))
         if not module and not own and (depth > 1 or package_of(type(x)) in _STATELESS_OR_BUILT):
             return
@@ -163,6 +166,12 @@ class _Search:
         children: Mapping[str, Any] = x._modules if module else {}
         for child in children.values():  # of a loss, which are no layers of the model
             self._hold(child, depth)
+
+    def _hold_all(self, held: Iterable[Any], depth: int) -> None:
+        """Note what a container, a namespace or a function holds."""
+        for inner in held:
+            self._waiting.extend(_functions(inner))
+            self._hold(inner, depth + 1)
 
     def _hold_module(self, x: ModuleType) -> None:
         """Note a module of a script, which code has from an object or imports when it runs."""
@@ -243,6 +252,7 @@ class _Search:
         self.stored |= stored_by(x.__code__)
         if own and set(x.__dict__) - {"__wrapped__"}:
             self.objects.append(x)
+            self._hold_all(x.__dict__.values(), 0)
         new = inside - self.names
         self.names |= inside
         self._waiting.extend(found for name in sorted(new) for found in self._by_name.get(name, ()))
@@ -313,7 +323,7 @@ def _is_special(name: str) -> bool:
 def _is_code(x: Any, replaceable: bool) -> bool:
     """Whether a global is a function or a class, except those that a script may replace, or computes without a state of
     its own."""
-    if isinstance(x, ref):
+    if isinstance(x, (ref, nn.Module, MethodType, functools.partial)):
         return False
     if isinstance(x, FunctionType | type):
         return not replaceable or package_of(x) in _STATELESS_OR_BUILT

@@ -10,9 +10,9 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whale.graph.bytecode import names_of
-from whale.ir.objects import slots_of
+from whale.ir.objects import held_under, slots_of
 
 __all__ = [
     "PLAIN",
@@ -105,7 +105,7 @@ class Reach:
         if around or isinstance(x, Iterator) or len(self._seen) > REACHED:
             return self._hidden(x)  # a module around finds the layer's place in it; an iterator hides its own
         self._seen[id(x)] = len(self._seen), x
-        if isinstance(x, Mapping):
+        if isinstance(x, dict | MappingProxyType):  # of other mappings the attributes: some make their entries
             return type(x), tuple((self.token(key), self.token(value)) for key, value in x.items())
         if isinstance(x, tuple | list | deque):
             return type(x), tuple(self.token(item) for item in x)
@@ -149,8 +149,8 @@ class Reach:
             yield _numpy_state(x)
         elif not isinstance(x, Tensor | ModuleType) and package_of(type(x)) not in ("torch", "logging"):
             yield type(x)
-            yield getattr(x, "__dict__", None)
-            yield from (getattr(x, name, None) for name in slots_of(type(x)))
+            yield held_under(x, "__dict__")
+            yield from (held_under(x, name) for name in slots_of(type(x)))
             if isinstance(x, functools.partial):
                 yield from (x.func, x.args, x.keywords)
 

@@ -18,7 +18,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 from weakref import CallableProxyType, ProxyType, WeakMethod, proxy, ref
 
-__all__ = ["CopiedFunction", "Variable", "deep_copy", "part_of", "parts_of", "slots_of"]
+__all__ = ["CopiedFunction", "Variable", "deep_copy", "held_under", "part_of", "parts_of", "slots_of"]
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def deep_copy(x: T, memo: dict[int, Any], parts: Callable[[], Iterable[Any]] = t
     known, given = list(parts()), dict(memo)
     made = _copied(x, memo, known, given)
     for one in memo.get(id(memo), ()):  # what was copied, which copy.deepcopy keeps there
-        if isinstance(one, dict) and getattr(one, "__dict__", None) is one:
+        if isinstance(one, dict) and held_under(one, "__dict__") is one:
             memo[id(one)].__dict__ = memo[id(one)]
     for part in known:
         for name, one in vars(part).items():
@@ -163,7 +163,7 @@ def parts_of(x: Any) -> list[Any] | None:
         return [x.func, x.args, x.keywords]
     if isinstance(x, (*_PLAIN, *_ATOMS, bytearray, array)) or kind.__module__.partition(".")[0] == "numpy":
         return []
-    if hasattr(kind, "__deepcopy__"):
+    if kind.__module__.partition(".")[0] == "whale":
         return None
     found: list[Any] = []
     if isinstance(x, dict):
@@ -173,16 +173,24 @@ def parts_of(x: Any) -> list[Any] | None:
     elif isinstance(x, (set, frozenset)) and not all(map(_is_plain, x)):
         return None
     names = [name for name in slots_of(kind) if name not in ("__dict__", "__weakref__")]
-    held = getattr(x, "__dict__", None)
+    held = held_under(x, "__dict__")
     if held is not None and held is not x:
         found += chain.from_iterable(held.items())
     if not isinstance(x, _CONTAINERS) and held is None and not names:  # of a class in C, as an iterator
         return [part for part in get_referents(x) if not isinstance(part, type)]
-    return found + [getattr(x, name, None) for name in names]
+    return found + [held_under(x, name) for name in names]
 
 
 def _is_plain(x: Any) -> bool:
     return isinstance(x, _PLAIN) or (isinstance(x, (tuple, frozenset)) and all(map(_is_plain, x)))
+
+
+def held_under(x: Any, name: str) -> Any:
+    """An attribute of an object, or one of its slots; None if it has none, or its class raises for that."""
+    try:
+        return getattr(x, name, None)
+    except Exception:  # of any type, by a __getattr__
+        return None
 
 
 def slots_of(kind: type) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from operator import is_, itemgetter
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -21,7 +21,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor, nn
 
-from whale.ir.objects import CopiedFunction, deep_copy, slots_of
+from whale.ir.objects import CopiedFunction, deep_copy, held_under, slots_of
 
 __all__ = ["Attributes", "Changes", "Sources", "Tokens"]
 
@@ -281,7 +281,7 @@ class Attributes:
             yield f"module {table.get('__name__')}", table, sorted(name for name in names if name in table)
         for given in self.sources.objects:
             for x in given.modules() if isinstance(given, nn.Module) else (given,):  # a loss has modules too
-                if id(x) not in self._own and hasattr(x, "__dict__"):
+                if id(x) not in self._own and held_under(x, "__dict__") is not None:
                     yield f"a {type(x).__name__}", x.__dict__, self._named(x)
 
     def _named(self, x: Any) -> list[str]:
@@ -293,9 +293,9 @@ class Attributes:
             if kind.__module__.startswith("torch."):  # its code is not searched for names
                 names &= self._given.setdefault(id(x), frozenset(names)) | {*self.sources.names}
                 return sorted(names)
-        if any(base.__module__ == "collections" for base in type(x).__mro__):
-            return sorted(names)
-        return sorted(filter(self._is_named, names))
+        own: type = type(x)
+        every = not isinstance(x, nn.Module) and _makes_names(own)
+        return sorted(names if every else filter(self._is_named, names))
 
     def _is_named(self, name: str) -> bool:
         """Whether the code may read an attribute of this name."""
@@ -352,7 +352,7 @@ class Attributes:
             return [x.keys, x.values] if isinstance(x, (dict, MappingProxyType)) else [partial(iter, x)]
         if isinstance(x, partial):
             return [lambda: (x.func, x.args, x.keywords)]
-        if isinstance(x, MethodType) and not isinstance(x.__self__, nn.Module):
+        if isinstance(x, MethodType):
             return [lambda: (x.__func__, x.__self__)]
         if isinstance(x, WeakMethod):
             return [lambda: (getattr(x(), "__func__", None), getattr(x(), "__self__", None))]
@@ -364,9 +364,11 @@ class Attributes:
             return [_Last(x.tobytes)] if getattr(x, "nbytes", _LARGE_ARRAY) < _LARGE_ARRAY else None
         inside = isinstance(x, nn.Module)
         found: list[Callable[[], Iterable[Any]]] = [x._modules.values] if inside else []
-        slots = [name for name in slots_of(type(x)) if self._is_named(name)]
+        kind: type = type(x)
+        makes = not inside and _makes_names(kind)
+        slots = [name for name in slots_of(type(x)) if makes or self._is_named(name)]
         if slots:
-            found.append(lambda: [getattr(x, name, None) for name in slots])
+            found.append(lambda: [held_under(x, name) for name in slots])
         if self._has_names(x):
             names = self._named(x)
             found += [partial(_several(names), x.__dict__)] if names else []
@@ -375,7 +377,7 @@ class Attributes:
     @staticmethod
     def _has_names(x: Any) -> bool:
         """Whether an object has attributes that are looked at."""
-        if isinstance(x, (*_ATOMS, *_CONTAINERS, *_FOLLOWED, Tensor)) or not hasattr(x, "__dict__"):
+        if isinstance(x, (*_ATOMS, *_CONTAINERS, *_FOLLOWED, Tensor)) or held_under(x, "__dict__") is None:
             return False
         return type(x).__module__.partition(".")[0] != "torch" or isinstance(x, nn.Module)
 
@@ -420,6 +422,13 @@ def _held_by(module: nn.Module) -> list[Any]:
     """The tensors and hooks of a module."""
     tables = (module._parameters, module._buffers, *(getattr(module, hooks) for hooks in _HOOKS))
     return [x for table in tables for x in table.values() if x is not None]
+
+
+@cache
+def _makes_names(kind: Any) -> bool:
+    """Whether attributes of objects of a class may be read by other names, as those of a `collections.UserDict` or of
+    a class with a ``__getattr__``."""
+    return any(base.__module__ == "collections" or "__getattr__" in vars(base) for base in kind.__mro__)
 
 
 def _place_of(x: Any) -> int:

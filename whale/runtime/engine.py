@@ -182,9 +182,11 @@ class Engine:
         if self.world.size > 1:
             self.refusals.tell(error)
             if self.local is None:
-                LikeBatches(self.world, self.loss_group, self.refusals, None)
+                work = LikeBatches(self.world, self.loss_group, self.refusals, None).work
             else:
-                self.local.refuse()
+                work = self.local.refuse()
+            if work is not None:
+                self.refusals.join(work)
 
     def run(
         self,

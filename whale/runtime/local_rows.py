@@ -360,9 +360,10 @@ class LocalBatches:
                 "same steps, and make the same calls between them"
             )
 
-    def refuse(self) -> None:
+    def refuse(self) -> dist.Work:
         """Take part in the first collective of a step that this rank refuses."""
-        self._tell(torch.tensor([_REFUSED, 0, 0, 0, 0], dtype=torch.float64))
+        _, work = self._tell(torch.tensor([_REFUSED, 0, 0, 0, 0], dtype=torch.float64))
+        return work
 
     def _objects(self, mine: Any) -> list[Any]:
         found = [mine] * self.world.size

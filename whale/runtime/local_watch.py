@@ -47,7 +47,9 @@ class _Known(NamedTuple):
         modes: of training.
         shapes: the tensors, modules and hooks that each module has.
         tokens: of attributes.
-        versions: of the parameters that the parallel model does not share.
+        parameters: those that the parallel model does not share.
+        versions: of these.
+        uses: whether these require gradients, and how many hooks they have.
         looks: fingerprints of these, until a training step has compared them: what is written through ``.data`` has no
             version.
     """
@@ -55,7 +57,9 @@ class _Known(NamedTuple):
     modes: dict[str, bool]
     shapes: dict[str, Shape]
     tokens: Tokens
+    parameters: dict[str, weakref.ref[nn.Parameter]]
     versions: dict[str, int]
+    uses: dict[str, tuple[bool, int]]
     looks: dict[str, Tensor]
 
 
@@ -75,6 +79,15 @@ class _State:
         self.modes = tuple(known.modes[path] for path in self.watch.paths)
         self.parameters = {name: p for name, p in self.parameters.items() if name in known.versions}
         self.versions = [known.versions[name] for name in self.parameters]
+
+
+def _owners_of(root: nn.Module) -> dict[str, weakref.ref[nn.Module]]:
+    """The module of each parameter, by its name."""
+    return {
+        f"{path}.{name}".removeprefix("."): weakref.ref(module)
+        for path, module in root.named_modules()
+        for name in module._parameters
+    }
 
 
 class LocalWatch:
@@ -97,6 +110,7 @@ class LocalWatch:
         self._sources = Sources(sources.names, pieces=sources.pieces, stored=sources.stored)
         self._modules = _Modules(dict(root.named_modules()))
         self._held: list[_State] = []
+        self._owners = _owners_of(root)
         self.is_alive, self.is_read = True, False
         for module in self._modules.modules():
             if module in _watches:
@@ -112,7 +126,9 @@ class LocalWatch:
             modes=dict(zip(state.watch.paths, state.modes, strict=True)),
             shapes={path: Shape.of(module) for path, module in self._modules.named_modules()},
             tokens=dict(state.attributes.first),
+            parameters={name: weakref.ref(p) for name, p in apart.items()},
             versions={name: p._version for name, p in apart.items()},
+            uses={name: (p.requires_grad, len(p._backward_hooks or ())) for name, p in apart.items()},
             looks=own,
         )
         self._hold(state)
@@ -125,10 +141,13 @@ class LocalWatch:
                 that; names what, and what to do instead.
         """
         state = self._held[0] if self._held else self._left()
-        if state is None:
+        alone = self._alone() if state is None or len(state.parameters) < len(self._known.parameters) else {}
+        if state is None and not alone:
+            self._forget()
             return
         is_read, self.is_read = self.is_read, False
-        name = self._written(state, train=train)
+        name = self._written(state, train=train) if state is not None else None
+        name = name or next((name for name, p in alone.items() if p._version != self._known.versions[name]), None)
         if name is not None and is_read:
             self._forget()
         elif name is not None:
@@ -137,7 +156,32 @@ class LocalWatch:
                 "them into the parallel model, on every rank, with model.load_full_state_dict(state)"
             )
         else:
-            self._check_modules(state, parallel, attributes, train=train)
+            self._check_alone(alone)
+            if state is not None:
+                self._check_modules(state, parallel, attributes, train=train)
+
+    def _alone(self) -> dict[str, nn.Parameter]:
+        """The parameters that the script has without their modules."""
+        found = {}
+        for name, one in self._known.parameters.items():
+            parameter = one()
+            if parameter is not None and self._owners[name]() is None:
+                found[name] = parameter
+        return found
+
+    def _check_alone(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            trains, num_hooks = self._known.uses[name]
+            if parameter.requires_grad != trains:
+                change = "unfrozen" if parameter.requires_grad else "frozen"
+            elif len(parameter._backward_hooks or ()) > num_hooks:
+                change = "given a hook"
+            else:
+                continue
+            raise UsageError(
+                f"{name} of the local model was {change} after parallelize, which steps do not see: change it in the "
+                f"model that parallelize has returned{_COPY}"
+            )
 
     def _hold(self, state: _State) -> _State:
         """Keep a state while the script has all of its outermost modules."""
@@ -155,7 +199,6 @@ class LocalWatch:
         """
         left = {path: module for path, module in self._modules.named_modules() if _watches.get(module) is self}
         if not left:
-            self._forget()
             return None
         for path, module in left.items():
             difference = self._known.shapes[path].difference(path, module)

@@ -40,13 +40,13 @@ class _Sum:
         with named(name):
             work = dist.all_reduce(self._total, group=group, async_op=True)
         assert work is not None
-        self._work: dist.Work = work
+        self.work: dist.Work = work
 
     def wait(self) -> Tensor:
         """The sums. Raises `WorkerError` if a rank does not come within the timeout; names it."""
         blocking = self._world.device.type == "cpu"
         with named(range_names.WAIT + self._name):
-            self._world.failures.wait(self._work, self._what, range(self._world.size), blocking=blocking)
+            self._world.failures.wait(self.work, self._what, range(self._world.size), blocking=blocking)
         return self._total
 
 
@@ -83,6 +83,11 @@ class LikeBatches:
             terms = (label, label * label, look, look * look, replicas, replicas * replicas, term)
             self._sum = _Sum(world, group, "what all ranks were given", range_names.COMPARISON_SUM, *terms)
             refusals.joined += 1
+
+    @property
+    def work(self) -> dist.Work | None:
+        """Of the sum; None of one rank."""
+        return self._sum.work if self._world.size > 1 else None
 
     def sum(self) -> Tensor:
         """The sum of the term, after `check` on processors; elsewhere that would wait for the device."""

@@ -53,7 +53,7 @@ largest."""
 _engines: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
 """Engines, numbered in one order on all ranks."""
 _numbers = count(1)
-_local: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+_local: dict[int, tuple[weakref.ref[Tensor], str, weakref.ref[Engine]]] = {}
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _saved: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -72,7 +72,7 @@ def attend(engine: Engine, local: Mapping[str, Tensor]) -> None:
         engine.updates.check = _check
     for name, tensor in local.items():
         if name in engine.tensors and engine.tensors[name] is not tensor:
-            _local[id(tensor)] = weakref.ref(tensor), name
+            _local[id(tensor)] = weakref.ref(tensor), name, weakref.ref(engine)
     given = {id(tensor) for tensor in local.values()}
     for optimizer in list(_checked):  # it may have trained the local model
         if any(id(p) in given for group in optimizer.param_groups for p in group["params"]):
@@ -135,8 +135,8 @@ def _check(optimizer: Optimizer) -> None:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
-        known, name = _local.get(id(parameter), (None, ""))
-        if known is not None and known() is parameter:
+        if (known := _in_local(parameter)) is not None:
+            name, _ = known
             raise UsageError(
                 f"the optimizer has {name} of the local model, but this rank trains a part of it: make the optimizer "
                 "after parallelize, from the parallel model's parameters"
@@ -150,6 +150,12 @@ def _check(optimizer: Optimizer) -> None:
             _refuse(optimizer, error)
             raise
     _checked[optimizer] = num
+
+
+def _in_local(parameter: Tensor) -> tuple[str, Engine | None] | None:
+    """The name of a parameter in a local model, and the engine that trains a part of it; None of others."""
+    known = _local.get(id(parameter))
+    return (known[1], known[2]()) if known is not None and known[0]() is parameter else None
 
 
 def _refuse(optimizer: Optimizer, error: UsageError) -> None:
@@ -488,6 +494,17 @@ def _noted(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def noted(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for parameter in given:
+            if parameter.grad is None and (known := _in_local(parameter)) is not None:
+                name, engine = known
+                error = UsageError(
+                    f"{'clip_grad_norm_' if 'norm' in clip.__name__ else clip.__name__} was given {name} of the local "
+                    "model, which has no gradient, because this rank trains a part of it: clip the parameters of the "
+                    "parallel model, as model.clip_grad_norm_(max_norm) does"
+                )
+                if engine is not None:
+                    engine.refuse(error)
+                raise error
         for engine in dict.fromkeys(engine for engine, _ in owners_of(given).values()):
             engine.check_gradients_stay(f"{clip.__name__.strip('_')} of torch")
         for engine in [engine for engine in _engines if engine.holds_all] if given else ():

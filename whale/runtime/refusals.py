@@ -7,13 +7,23 @@ nothing in a step that no rank refuses. Knows ranks and texts; no batches.
 
 from __future__ import annotations
 
+import atexit
+import time
 from typing import Any
+
+import torch.distributed as dist
 
 from whale.errors import UsageError, WhaleError
 from whale.runtime.launch import World
 from whale.runtime.store import Board
 
 __all__ = ["Refusals"]
+
+MOST_SECONDS_AT_EXIT = 1.0
+"""For which a process that ends waits for the other ranks to join the collectives of its refusals."""
+
+_joined: list[dist.Work] = []
+"""Collectives that this process joined to refuse steps; nothing waits for them."""
 
 
 class Refusals:
@@ -33,6 +43,13 @@ class Refusals:
         text = str(error) if isinstance(error, WhaleError) else f"{type(error).__name__}: {error}"
         self._board.put(str(self.joined + 1), [self._world.rank, text])
 
+    def join(self, work: dist.Work) -> None:
+        """Keep the first collective of a step that this rank refuses until it is done, or the process ends: a thread
+        that releases the last tensor of one while Python ends aborts the process."""
+        if not _joined:
+            atexit.register(_settle)
+        _joined[:] = [*(one for one in _joined if not one.is_completed()), work]
+
     def told_by_all(self, mine: Any) -> list[Any]:
         """A value of each rank, by rank, where all have found in the last first collective that they differ."""
         self._board.put(f"{self.joined} of {self._world.rank}", mine)
@@ -42,3 +59,9 @@ class Refusals:
         """The error on a rank that finds a mark in the collective that it joined last."""
         rank, text = self._board.get(str(self.joined), None)
         return UsageError(f"rank {rank} refused the step: {text}")
+
+
+def _settle() -> None:
+    until = time.monotonic() + MOST_SECONDS_AT_EXIT
+    while time.monotonic() < until and not all(work.is_completed() for work in _joined):
+        time.sleep(0.001)
