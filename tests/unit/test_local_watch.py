@@ -252,3 +252,19 @@ def test_the_local_model_is_not_kept() -> None:
     finally:
         gc.enable()
     model.train_step(X)
+
+
+def test_the_handle_of_a_hook_removes_it_from_the_parallel_model() -> None:
+    local = Deep()
+    handles = [
+        local.tail.register_forward_hook(lambda module, args, output: 2 * output),
+        local.body.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    ]
+    model: Any = whale.parallelize(local, X, device="cpu")
+    del local
+    gc.collect()
+    model.train_step(X)
+    for handle, name in zip(handles, ("tail", "body"), strict=True):
+        handle.remove()
+        with pytest.raises(UsageError, match=f"a hook was removed from {name} after parallelize"):
+            model.train_step(X)

@@ -9,18 +9,20 @@ parallelize again. Knows modules; no ranks and no steps.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from whale.errors import UsageError
 from whale.runtime.agreement import fingerprints, is_other
 from whale.runtime.attributes import Attributes, Sources, Tokens
 from whale.runtime.watch import Shape, Watch
 
-__all__ = ["LocalWatch"]
+__all__ = ["LocalWatch", "hand_over_hooks"]
 
 
 class _Modules(nn.Module):
@@ -255,6 +257,26 @@ class LocalWatch:
                 )
         state.modes = modes
         self._known.modes.update(zip(state.watch.paths, modes, strict=True))
+
+
+def hand_over_hooks(local: nn.Module, parallel: nn.Module) -> None:
+    """Let the handles that a script has of a local model's hooks remove those of the parallel model once a module of
+    the local one is gone: they know its hooks alone."""
+    tables: dict[int, tuple[nn.Module, Any]] = {}
+    for path, module in local.named_modules():
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            if table := getattr(module, kind):
+                tables[id(table)] = module, getattr(parallel.get_submodule(path), kind)
+    for handle in [x for x in gc.get_objects() if type(x) is RemovableHandle] if tables else ():
+        owner, other = tables.get(id(handle.hooks_dict_ref()), (None, None))
+        if owner is not None and other is not None:
+            weakref.finalize(owner, _hand_over, weakref.ref(handle), weakref.ref(other)).atexit = False
+
+
+def _hand_over(handle: weakref.ref[RemovableHandle], hooks: weakref.ref[Any]) -> None:
+    one, others = handle(), hooks()
+    if one is not None and others is not None:
+        one.hooks_dict_ref = weakref.ref(others)
 
 
 _COPY = "; if the local model has another purpose, give parallelize a copy.deepcopy of it"

@@ -86,7 +86,7 @@ class LikeBatches:
 
     @property
     def work(self) -> dist.Work | None:
-        """Of the sum; None of one rank."""
+        """The collective of the sum; None of one rank."""
         return self._sum.work if self._world.size > 1 else None
 
     def sum(self) -> Tensor:

@@ -23,7 +23,7 @@ from whale.runtime.attributes import Attributes, Sources
 from whale.runtime.comm_hooks import CommHook
 from whale.runtime.elsewhere import Elsewhere
 from whale.runtime.engine import Engine, Result
-from whale.runtime.local_watch import LocalWatch
+from whale.runtime.local_watch import LocalWatch, hand_over_hooks
 from whale.runtime.precision import LossScaler, in_own_dtypes, without_autocast
 from whale.runtime.ranges import named
 from whale.runtime.shard_tensor import ShardTensor
@@ -529,6 +529,7 @@ def parallel_module(
     ranks = frozenset(range(engine.world.size))
     watch = Watch(made, freezes=all(ranks <= shard.parts.keys() for shard in engine.shards.values()))
     seen = LocalWatch(local, sources, engine.tensors, looks)
+    hand_over_hooks(local, made)
     made.__dict__["_whale"] = Inner(engine, watch, leaves, Attributes(made, sources), arguments, seen, variables)
     found: ParallelModule = made
     return found
