@@ -150,6 +150,26 @@ class WritesData(Base):
         return self.layer(x).sum()
 
 
+class Averages(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.center, self.centers = torch.zeros(3), [torch.zeros(3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        before = self.center
+        self.center = 0.9 * before + 0.1 * made.detach().mean(0)  # this
+        return (made - before).square().sum()
+
+
+class AveragesInAList(Averages):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        before = self.centers[0]
+        self.centers[0] = 0.9 * before + 0.1 * made.detach().mean(0)  # this
+        return (made - before).square().sum()
+
+
 class Hooked(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -184,6 +204,8 @@ def line_of(kind: type) -> int:
         (CountsGlobally, "the class CountsGlobally and its methods reach"),
         (Collects, "the class Collects and its methods reach"),
         (Remembers, "the forward changes kept from step to step, and computes something else"),
+        (Averages, "the forward changes center from step to step, and computes something else"),
+        (AveragesInAList, "the forward changes centers from step to step, and computes something else"),
         (Once, "the forward changes calls from step to step, and computes something else"),
         (ReadsTheClock, "computes with the time"),
         (ReadsTheClockByAName, "computes with the time"),
@@ -268,7 +290,17 @@ class CountsElsewhere(Base):
 UPLOADS = {"number": 0}
 
 
-@pytest.mark.parametrize("kind", [KeepsShapes, Clears, TakesTime, CountsElsewhere])
+class Moves(Averages):
+    """A forward that brings a tensor to where its input is, which changes nothing after the first, and keeps others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.center = self.center.to(x.device, x.dtype).contiguous()
+        self.kept = made = self.layer(x)
+        self.centers[0] = made.detach()
+        return (made - self.center).square().sum()
+
+
+@pytest.mark.parametrize("kind", [KeepsShapes, Clears, TakesTime, CountsElsewhere, Moves])
 def test_state_that_is_the_same_after_every_step_is_taken(kind: Callable[[], Any]) -> None:
     assert capture(kind(), X).parameters
 

@@ -366,7 +366,9 @@ def capture(
 
     def exported_again(root: nn.Module) -> fx.Graph:
         with _tracing():
-            return export(root).graph
+            program = export(root)
+        _check_constants(program, model)  # what the first trace has left in Python has no data
+        return program.graph
 
     def run(start: Callable[[nn.Module], None]) -> None:
         options: dict[str, Any] = {"device": device, "loss_fn": loss_fn, "returns": returns, "numbers": given}

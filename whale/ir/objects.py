@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from functools import cache
 from gc import get_referents
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 from weakref import CallableProxyType, ProxyType, WeakMethod, proxy, ref
 
@@ -23,7 +23,7 @@ __all__ = ["CopiedFunction", "Variable", "deep_copy", "held_under", "part_of", "
 T = TypeVar("T")
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range)
-_ATOMS = (type, FunctionType, BuiltinFunctionType, ModuleType, ref)
+_ATOMS = (type, FunctionType, BuiltinFunctionType, ModuleType, CodeType, FrameType, GeneratorType, ref)
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 
 
