@@ -65,7 +65,8 @@ TOO_SLOW = 1.6
 """Times the best score beyond which random plans and local changes are not compiled."""
 
 TIME_LIMIT = 60.0
-"""Seconds of a search, as of ``whale search``, by the processor: other work on the machine does not count."""
+"""Seconds of a search, by the processor as other work on the machine was before it: more than any takes, so that a busy
+machine finds what a free one does. ``whale search`` has 10."""
 
 
 def main() -> None:
