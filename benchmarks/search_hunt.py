@@ -66,7 +66,7 @@ TOO_SLOW = 1.6
 
 TIME_LIMIT = 60.0
 """Seconds of a search, by the processor as other work on the machine was before it: more than any takes, so that a busy
-machine finds what a free one does. ``whale search`` has 10."""
+machine finds what a free one does."""
 
 
 def main() -> None:
