@@ -116,7 +116,7 @@ class LocalWatch:
         self.is_alive, self.is_read = True, False
         for module in self._modules.modules():
             if module in _watches:
-                _watches[module]._held.clear()
+                _watches[module]._leave(module)
             _watches[module] = self
         state = _State(self._modules, self._sources)
         shared = {id(x) for x in tensors.values()}
@@ -161,6 +161,13 @@ class LocalWatch:
             self._check_alone(alone)
             if state is not None:
                 self._check_modules(state, parallel, attributes, train=train)
+
+    def _leave(self, module: nn.Module) -> None:
+        """Watch a module no more: another parallel model trains its parameters, or has its own of them."""
+        self._held.clear()
+        own = {id(x) for x in module._parameters.values()}
+        for name in [name for name, one in self._known.parameters.items() if id(one()) in own]:
+            del self._known.parameters[name]
 
     def _alone(self) -> dict[str, nn.Parameter]:
         """The parameters that the script has without their modules."""

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from whale.ir.objects import parts_of
 
@@ -76,4 +76,4 @@ def _parts_of(x: Any) -> list[Any] | None:
     """The parts of an object; None of one that is copied with a model."""
     if isinstance(x, Tensor):
         return [] if type(x) in (Tensor, nn.Parameter) and x.is_leaf else None
-    return [] if isinstance(x, Generator) else parts_of(x)
+    return parts_of(x)
