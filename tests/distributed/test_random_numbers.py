@@ -58,7 +58,7 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-WHOLE = {"poisson", "binomial", "gamma", "beta", "student's t"}
+WHOLE = ("poisson", "binomial", "gamma", "beta", "student's t")
 """They have no formula for one number from one uniform number."""
 BY_POSITION = tuple(name for name in DRAWS if name not in WHOLE)
 ALONE = {"laplace", "categories", "random_ between"}

@@ -117,7 +117,7 @@ class State:
         functions: dict[Any, str] = {kind: f"what the class {kind.__name__} and its methods reach" for kind in classes}
         functions |= hooks
         if self.loss_fn is not None:
-            functions[self.loss_fn] = "what loss_fn reaches"
+            functions[self.loss_fn] = _OF_LOSS
         for function, words in functions.items():
             kept = Kept(None, words)
             if only is None or kept in only:
@@ -139,6 +139,7 @@ class State:
 
 
 _TABLES = frozenset(nn.Module().__dict__) - {"training"}
+_OF_LOSS = "what loss_fn reaches"
 
 
 _BEFORE_A_FORWARD = ("__init__", "__new__", "__init_subclass__", "__setstate__", "__deepcopy__")
@@ -292,14 +293,18 @@ class Steadiness:
                 "tensor instead",
                 self._clocks[0],
             )
-        shown = ", ".join(str(kept) for kept in (changing or own)[:3])
+        found = changing or own
         computed = f", and computes something else then{f' (at {line.file}:{line.line})' if line else ''}"
+        of_loss = all(kept.name == _OF_LOSS for kept in found)
+        shown = (
+            "loss_fn changes what it reaches" if of_loss else f"the forward changes {', '.join(map(str, found[:3]))}"
+        )
         raise located(
-            f"the forward changes {shown} from step to step{computed if differs or error else ''}, but a captured "
-            "graph has the first step for all: keep what changes in a buffer (register_buffer) and compute with it by "
-            "torch's operators, change it in the training loop, or, if it is made once, call the model once before "
-            "parallelize",
-            place(changing or own),
+            f"{shown} from step to step{computed if differs or error else ''}, but a captured graph has the first step "
+            f"for all: keep what changes in a buffer {'of a loss inside the model ' if of_loss else ''}"
+            "(register_buffer) and compute with it by torch's operators, change it in the training loop, or, if it is "
+            "made once, call the model once before parallelize",
+            place(found),
         )
 
     def leave(self, model: nn.Module) -> None:

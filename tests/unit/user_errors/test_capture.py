@@ -279,7 +279,7 @@ def test_a_running_average_in_a_dict_is_refused_with_what_to_write() -> None:
         return loss / (1 + state["mean"])
 
     line = loss_fn.__code__.co_firstlineno + 2
-    parts = [f"{__file__}:{line}", "a tensor of shape ()", "register_buffer", "inside the model"]
+    parts = [f"{__file__}:{line}", "loss_fn changes what it reaches", "register_buffer", "inside the model"]
     refused(CaptureError, parts, nn.Linear(8, 8), (torch.randn(4, 8),), loss_fn=loss_fn)
 
 
