@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
 from types import SimpleNamespace
@@ -190,7 +192,8 @@ def test_what_a_script_changes_in_a_hook_acts(kind: str, keeps: bool) -> None:
         assert model.train_step(X).item() == pytest.approx(twin(X).item(), abs=1e-12)
 
 
-def test_a_hook_that_reaches_a_module_is_changed_in_the_parallel_model() -> None:
+@pytest.mark.parametrize("through", ["the script", "the model"])
+def test_a_hook_that_reaches_a_module_is_changed_with_the_scripts(through: str) -> None:
     def made() -> tuple[Model, Scaling]:
         model = Model(None, lambda _: 1.0)
         scaling = Scaling(of=model.linear)
@@ -200,12 +203,115 @@ def test_a_hook_that_reaches_a_module_is_changed_in_the_parallel_model() -> None
     (twin, of_twin), (local, of_local) = made(), made()
     model: Any = whale.parallelize(local, X, device="cpu")
     (hook,) = model.linear._forward_hooks.values()
-    for value in (1.0, 0.5):
-        hook.factor = of_twin.factor = value
+    assert hook is not of_local
+    for value in (1.0, 0.5, 3.0):
+        (of_local if through == "the script" else hook).factor = of_twin.factor = value
         assert model.train_step(X).item() == pytest.approx(twin(X).item(), abs=1e-12)
-    of_local.factor = 3.0
-    with pytest.raises(UsageError, match="a hook of linear of the local model was changed after parallelize"):
+
+
+class Trainer:
+    decay = 1.0
+
+    def __init__(self, model: Any, kind: str) -> None:
+        self.epoch, self.scales, self.inner = 0, [1.0], SimpleNamespace(scale=1.0)
+        self.layers, self.active = model.layers, model.layers[0]
+        if kind == "of the model":
+            self.model = model
+        elif kind == "of its optimizer":
+            self.optimizer = torch.optim.SGD(model.parameters())
+        elif kind == "of a list":
+            self.held = [model.layers[0], model.layers[0].weight]
+
+
+class Trained(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 3).double(), nn.Linear(3, 3).double()])
+        self.trainer: Any = None
+        self.options: Any = None
+        made = Trainer(self, kind)
+        if kind == "a dict":
+            self.options = {"trainer": made, "scale": 1.0}
+        elif kind == "beside modules":
+            object.__setattr__(self, "trainer", made)
+        else:
+            self.trainer = made
+
+    def forward(self, x: Tensor) -> Tensor:
+        trainer = self.trainer or self.options["trainer"]
+        scale: Any = 1.0 if self.options is None else self.options["scale"]
+        scale = scale * sum(trainer.scales) * trainer.inner.scale * trainer.decay * (1 + trainer.epoch)
+        return (trainer.active(x) * scale).square().sum() + self.layers[1](x).square().sum()
+
+
+def changes_of_trainers(trainer: Any, model: Any) -> Iterator[None]:
+    yield
+    trainer.epoch += 1
+    trainer.scales.append(2.0)
+    yield
+    trainer.scales = [0.5, 0.25]
+    yield
+    trainer.inner.scale = 0.125
+    trainer.decay = 3.0
+    yield
+    del trainer.decay
+    trainer.inner = SimpleNamespace(scale=7.0)
+    trainer.active = trainer.layers[1]
+    yield
+    trainer.active = trainer.layers[0]
+    if model.options is not None:
+        model.options["scale"] = 0.5
+    yield
+
+
+@pytest.mark.parametrize(
+    "kind", ["of a layer", "of the model", "of its optimizer", "of a list", "a dict", "beside modules"]
+)
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.filterwarnings("ignore:5 kinds of steps")
+def test_what_a_script_changes_in_a_trainer_acts(kind: str, keeps: bool) -> None:
+    local, twin = Trained(kind), Trained(kind)
+    options = local.options
+    trainer, of_twin = (x.trainer or x.options["trainer"] for x in (local, twin))
+    model: Any = whale.parallelize(local, X, device="cpu")
+    if not keeps:
+        del local
+    held = SimpleNamespace(options=options)
+    for _ in zip(changes_of_trainers(trainer, held), changes_of_trainers(of_twin, twin), strict=True):
+        loss, own = model.train_step(X), twin(X)
+        assert loss.item() == pytest.approx(own.item(), rel=1e-12)
+        model.zero_grad()
+        twin.zero_grad()
         model.train_step(X)
+        own.backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            of_twin_q, of_p = (torch.zeros_like(q) if x.grad is None else x.grad for x in (q, p))
+            torch.testing.assert_close(of_p, of_twin_q)
+
+
+def test_a_trainer_and_a_dict_are_not_kept() -> None:
+    local = Trained("a dict")
+    gone = weakref.ref(local), weakref.ref(local.layers[0]), weakref.ref(local.options["trainer"])
+    model: Any = whale.parallelize(local, X, device="cpu")
+    del local
+    model.train_step(X)
+    gc.collect()
+    model.train_step(X)
+    assert [x() for x in gone] == [None] * 3
+
+
+def test_a_trainer_that_gets_a_list_of_the_local_model_is_refused_until_it_has_another() -> None:
+    local = Trained("of the model")
+    trainer = local.trainer
+    model: Any = whale.parallelize(local, X, device="cpu")
+    first = model.train_step(X)
+    trainer.scales = [1.0, local.layers[0]]
+    with pytest.raises(UsageError, match="scales of a Trainer that the local model has was changed after parallelize"):
+        model.train_step(X)
+    trainer.scales = [1.0]
+    trainer.model = model
+    torch.testing.assert_close(model.train_step(X), first)
 
 
 def test_an_object_that_reaches_a_module_or_a_state_is_the_parallel_models_own() -> None:

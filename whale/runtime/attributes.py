@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from whale.ir.objects import CopiedFunction, deep_copy, held_under, slots_of
 
-__all__ = ["Attributes", "Changes", "Sources", "Tokens"]
+__all__ = ["Attributes", "Changes", "Identity", "Sources", "Tokens"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _ATOMS = (*_PLAIN, type, FunctionType, ModuleType)
@@ -142,7 +142,7 @@ def _became(x: Any, other: Any) -> bool:
     return True
 
 
-class _Same:
+class Identity:
     """An object as a key, in a version, which does not keep it where it can be referred to weakly."""
 
     def __init__(self, x: Any, version: Hashable = 0) -> None:
@@ -158,7 +158,7 @@ class _Same:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same) or self._version != other._version:
+        if not isinstance(other, Identity) or self._version != other._version:
             return False
         x = self._get()
         return self is other or (x is not None and x is other._get())
@@ -191,7 +191,7 @@ class Attributes:
     ) -> None:
         self.sources = sources
         self._root = ref(root)
-        self._own = {id(module) for module in self._modules.values()}
+        self._own = {id(module): path for path, module in self._modules.items()}
         # Parameters and buffers, which recurrent layers have in lists too: steps read them, and update them.
         held = chain.from_iterable(module.__dict__.values() for module in self._modules.values())
         elsewhere = (x for x in held if isinstance(x, nn.Parameter))  # of other ranks
@@ -268,7 +268,7 @@ class Attributes:
         """Tables with the names of their owners, and the names in each that matter."""
         modules = self._modules
         for path, module in modules.items():
-            yield path, module.__dict__, self._named(module)
+            yield path, module.__dict__, self.named(module)
             for hooks in _HOOKS:
                 if held := getattr(module, hooks):
                     yield f"{path}:{hooks}", held, list(held)
@@ -282,9 +282,9 @@ class Attributes:
         for given in self.sources.objects:
             for x in given.modules() if isinstance(given, nn.Module) else (given,):  # a loss has modules too
                 if id(x) not in self._own and held_under(x, "__dict__") is not None:
-                    yield f"a {type(x).__name__}", x.__dict__, self._named(x)
+                    yield f"a {type(x).__name__}", x.__dict__, self.named(x)
 
-    def _named(self, x: Any) -> list[str]:
+    def named(self, x: Any) -> list[str]:
         """The names of an object's attributes that matter: of a module of torch all."""
         names = x.__dict__.keys()
         if isinstance(x, nn.Module):
@@ -325,19 +325,21 @@ class Attributes:
         if isinstance(x, _PLAIN):
             return type(x), x
         if isinstance(x, Tensor):
-            return None if id(x) in self._states else _Same(x, (x._version, _place_of(x)))
+            return None if id(x) in self._states else Identity(x, (x._version, _place_of(x)))
         if isinstance(x, CopiedFunction):
-            return _Same(x.origin)
+            return Identity(x.origin)
         if id(x) in seen:
             return _Again, seen[id(x)]
+        if id(x) in self._own:
+            return nn.Module, self._own[id(x)]
         parts = self._parts(x) if depth < _DEEP else None
         if parts is None:
-            return _Same(x)
+            return Identity(x)
         seen[id(x)] = len(seen)
         values = tuple(self._token(part, seen, depth + 1) for part in chain.from_iterable(read() for read in parts))
-        names = tuple(self._named(x)) if self._has_names(x) else ()
+        names = tuple(self.named(x)) if self._has_names(x) else ()
         # Steps read the tensors of a module that is not of the model, which may be written to, as of a teacher.
-        held = tuple(_Same(one, _place_of(one)) for one in _held_by(x)) if isinstance(x, nn.Module) else ()
+        held = tuple(Identity(one, _place_of(one)) for one in _held_by(x)) if isinstance(x, nn.Module) else ()
         return type(x), names, values, held
 
     def _parts(self, x: Any) -> list[Callable[[], Iterable[Any]]] | None:
@@ -370,7 +372,7 @@ class Attributes:
         if slots:
             found.append(lambda: [held_under(x, name) for name in slots])
         if self._has_names(x):
-            names = self._named(x)
+            names = self.named(x)
             found += [partial(_several(names), x.__dict__)] if names else []
         return found or None
 

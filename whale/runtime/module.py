@@ -27,7 +27,7 @@ from whale.runtime.local_watch import LocalWatch, hand_over_hooks
 from whale.runtime.precision import LossScaler, in_own_dtypes, without_autocast
 from whale.runtime.ranges import named
 from whale.runtime.shard_tensor import ShardTensor
-from whale.runtime.shared_objects import shared_objects
+from whale.runtime.shared_objects import CopiedObjects, shared_objects
 from whale.runtime.watch import Watch
 
 __all__ = ["ParallelModule", "parallel_module"]
@@ -188,6 +188,7 @@ class ParallelModule(nn.Module):
         with without_autocast(engine.world.device, engine.precision):
             watch.check()
             self._check_variables()
+            self._whale.copied.follow()
             modes = watch.modes() if train else ()
             modes = modes if True in modes else ()
             changes = self._whale.attributes.changes()
@@ -480,7 +481,7 @@ class Inner(NamedTuple):
     """The part of a parallel model that is not of the local one: ``leaves`` makes a batch by leaf name of the
     arguments of a step, ``arguments`` are the names of those of the local model's forward, ``local`` looks at that
     model, which a script may still have, ``variables`` are those of its loss, and of hooks and other functions on it,
-    that have something of it."""
+    that have something of it, ``copied`` are the objects of that model that reach some of it."""
 
     engine: Engine
     watch: Watch
@@ -489,6 +490,7 @@ class Inner(NamedTuple):
     arguments: frozenset[str]
     local: LocalWatch
     variables: Sequence[Variable]
+    copied: CopiedObjects
 
 
 def parallel_module(
@@ -515,7 +517,8 @@ def parallel_module(
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
     for known, name in first.items():
         memo[known] = engine.tensors.get(name)
-    memo |= shared_objects(local, template)
+    held = shared_objects(local, template)
+    memo |= held.shared
     made: Any = deep_copy(template, memo, template.modules)
     made.__class__ = _class_of(type(template))
     for path, module in made.named_modules():
@@ -530,7 +533,10 @@ def parallel_module(
     watch = Watch(made, freezes=all(ranks <= shard.parts.keys() for shard in engine.shards.values()))
     seen = LocalWatch(local, sources, engine.tensors, looks)
     hand_over_hooks(local, made)
-    made.__dict__["_whale"] = Inner(engine, watch, leaves, Attributes(made, sources), arguments, seen, variables)
+    attributes = Attributes(made, sources)
+    pairs = [(x, memo[known]) for known, x in held.apart.items() if known in memo]
+    copied = CopiedObjects(made, local, pairs, attributes.named)
+    made.__dict__["_whale"] = Inner(engine, watch, leaves, attributes, arguments, seen, variables, copied)
     found: ParallelModule = made
     return found
 

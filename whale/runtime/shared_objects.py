@@ -1,42 +1,99 @@
-"""Objects of a local model that its parallel model has too, as configurations and schedules.
+"""Objects of a local model that its parallel model has too, as configurations, schedules and trainers.
 
 A script that has made ``config`` for a model changes it between steps, and its loss reads it, wherever the model is:
 the parallel model has the same object, not a copy. So it does with tensors that are no state of the model, as a table
-that the script writes to. An object that reaches a module, a parameter or a buffer is copied with the model: those of
-the parallel model are others. Knows objects; no ranks and no steps.
+that the script writes to. An object that reaches a module, a parameter or a buffer, as a trainer, is copied with the
+model: that of the parallel model reaches the parallel one, and is given what the script changes in its own. Knows
+objects; no ranks and no steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from sys import getrefcount
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from whale.ir.objects import parts_of
+from whale.errors import UsageError
+from whale.ir.objects import held_under, part_of, parts_of, slots_of
+from whale.runtime.attributes import Identity
 
-__all__ = ["shared_objects"]
+__all__ = ["CopiedObjects", "SharedObjects", "shared_objects"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch.device, torch.dtype, torch.Size)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _STANDARD = frozenset(nn.Module().__dict__)
 
+_LARGE = 1_000
+"""Number of entries from which on a list is not compared."""
+
 _MOST = 100_000
-"""Objects in one of a model's attributes from which on it is copied."""
+"""Objects that a model's attributes reach from which on others are copied."""
 
 
-def shared_objects(model: nn.Module, copied: nn.Module) -> dict[int, Any]:
-    """The objects of a model that reach no module and none of its states, by the identity of their copies in a copy of
-    it."""
-    found: dict[int, Any] = {}
+class SharedObjects(NamedTuple):
+    """The objects of a model, by the identity of their copies in a copy of it.
+
+    Attributes:
+        shared: those that reach no module and none of its states.
+        apart: others that a script may change, and that are no modules.
+    """
+
+    shared: dict[int, Any]
+    apart: dict[int, Any]
+
+
+def shared_objects(model: nn.Module, copied: nn.Module) -> SharedObjects:
+    """The objects that the attributes and hooks of a model's modules reach, each with that of a copy of the model."""
     states = {id(x) for x in chain(copied.modules(), copied.parameters(), copied.buffers())}
-    for (_, module), (_, other) in zip(model.named_modules(), copied.named_modules(), strict=True):
-        for x, its in _pairs_of(module, other):
-            pairs: dict[int, Any] = {}
-            if _are_alike(x, its, pairs, states):
-                found |= pairs
+    found: dict[int, Any] = {}
+    holders: dict[int, list[int]] = {}
+    apart: list[int] = []
+    alive: list[Any] = []  # an object that is made by a look at another one would leave its identity to others
+    modules = zip(model.named_modules(), copied.named_modules(), strict=True)
+    waiting = [(0, x, its) for (_, module), (_, other) in modules for x, its in _pairs_of(module, other)]
+    while waiting:
+        holder, x, its = waiting.pop()
+        known = id(its)
+        if isinstance(x, _PLAIN):
+            continue
+        holders.setdefault(known, []).append(holder)
+        if known in found:
+            if found[known] is not x:
+                apart.append(known)
+            continue
+        found[known] = x
+        alive.append(its)
+        if x is its:
+            continue
+        parts = _parts_of(x) if type(x) is type(its) and known not in states and len(found) <= _MOST else None
+        others = _parts_of(its) if parts is not None else None
+        if parts is None or others is None or len(parts) != len(others):
+            apart.append(known)
+        else:
+            waiting += [(known, *pair) for pair in zip(parts, others, strict=True)]
+    reaching = _reaching(apart, holders)
+    holding = reaching.difference(apart)
+    return SharedObjects(
+        {known: x for known, x in found.items() if known not in reaching},
+        {known: x for known, x in found.items() if known in holding},
+    )
+
+
+def _reaching(apart: Iterable[int], holders: Mapping[int, Collection[int]]) -> set[int]:
+    """Objects, and all that have them, directly or not."""
+    found: set[int] = set()
+    waiting = [*apart]
+    while waiting:
+        known = waiting.pop()
+        if known not in found:
+            found.add(known)
+            waiting += holders.get(known, ())
     return found
 
 
@@ -50,30 +107,184 @@ def _pairs_of(module: nn.Module, other: nn.Module) -> Iterator[tuple[Any, Any]]:
                 yield x, copies[name]
 
 
-def _are_alike(x: Any, other: Any, pairs: dict[int, Any], states: Collection[int]) -> bool:
-    """Whether an object and its copy are alike in all that they reach, which is of no model, and no state of one; adds
-    these to *pairs*."""
-    waiting = [(x, other)]
-    while waiting:
-        one, its = waiting.pop()
-        if isinstance(one, _PLAIN) or id(its) in pairs:
-            if not isinstance(one, _PLAIN) and pairs[id(its)] is not one:
-                return False
-            continue
-        if one is its:
-            pairs[id(its)] = one
-            continue
-        parts = _parts_of(one) if type(one) is type(its) and id(its) not in states else None
-        others = _parts_of(its) if parts is not None else None
-        if parts is None or others is None or len(parts) != len(others) or len(pairs) > _MOST:
-            return False
-        pairs[id(its)] = one
-        waiting += zip(parts, others, strict=True)
-    return True
-
-
 def _parts_of(x: Any) -> list[Any] | None:
     """The parts of an object; None of one that is copied with a model."""
     if isinstance(x, Tensor):
         return [] if type(x) in (Tensor, nn.Parameter) and x.is_leaf else None
     return parts_of(x)
+
+
+class CopiedObjects:
+    """Objects of a local model that reach some of it: what the script changes in one, as ``trainer.epoch += 1``, is
+    changed in that of the parallel model. It keeps none of them alive.
+
+    Args:
+        model: the parallel one.
+        local: the local one.
+        copies: the objects of the local model, each with that of the parallel one.
+        names: gives the names of an object's attributes that steps may read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        local: nn.Module,
+        copies: Iterable[tuple[Any, Any]],
+        names: Callable[[Any], Collection[str]],
+    ) -> None:
+        self._model = ref(model)
+        self._places = {
+            id(x): (ref(x), kind, path)
+            for kind in ("module", "parameter", "buffer")
+            for path, x in getattr(local, f"named_{kind}s")()
+        }
+        self._names = names
+        self._followed: list[_Followed] = []
+        for x, its in copies:
+            of = _kept(x)
+            for read in (_attributes, _slots, _entries, _items):
+                if of is not None and (table := read(x)) is not None:
+                    self._followed.append(_Followed(of, its, read, len(table), self._tokens(x, read, table)))
+
+    def follow(self) -> None:
+        """Give the parallel model what the script has changed since the last time.
+
+        Raises:
+            UsageError: it is something of the local model, in an object of its own; names it.
+        """
+        for one in self._followed:
+            x = one.of()
+            if x is None:
+                continue
+            table = one.read(x)
+            if len(table) == one.size and all(
+                name in table and _token(table[name]) == token for name, token in one.tokens.items()
+            ):
+                continue
+            now = self._tokens(x, one.read, table)
+            changed = [name for name in {**one.tokens, **now} if one.tokens.get(name) != now.get(name)]
+            self._give(one, type(x).__name__, table, changed)
+            one.tokens, one.size = now, len(table)
+
+    def _give(self, one: _Followed, owner: str, table: Mapping[Any, Any], names: Iterable[Any]) -> None:
+        its = one.read(one.copy)
+        if one.read is _items:
+            given = [self._its(x, its.get(place), owner, "an entry") for place, x in table.items()]
+            one.copy.clear()
+            one.copy.extend(given)
+            return
+        for name in names:
+            if one.read is _slots:
+                setattr(one.copy, name, self._its(table[name], its[name], owner, name))
+            elif name in table:
+                its[name] = self._its(table[name], its.get(name), owner, name)
+            else:
+                its.pop(name, None)
+
+    def _its(self, x: Any, had: Any, owner: str, name: Any) -> Any:
+        """The parallel model's object for one of the script's, where it had another."""
+        if isinstance(x, _PLAIN) or x is had:
+            return x
+        found = next((other.copy for other in self._followed if other.of() is x), None)
+        if found is None and self._is_local(x):
+            _, kind, path = self._places[id(x)]
+            found = part_of(self._model(), kind, path)
+        elif found is None and self._is_free(x):
+            found = x
+        if found is None:
+            raise UsageError(
+                f"{name} of a {owner} that the local model has was changed after parallelize to something of that "
+                "model: change it in the model that parallelize has returned"
+            )
+        return found
+
+    def _is_local(self, x: Any) -> bool:
+        return id(x) in self._places and self._places[id(x)][0]() is x
+
+    def _is_free(self, x: Any) -> bool:
+        """Whether an object reaches nothing of the local model that is not the parallel one's too."""
+        model = self._model()
+        own = chain(model.modules(), model.parameters(), model.buffers()) if model is not None else ()
+        seen = set(map(id, own))
+        waiting = [x]
+        while waiting:
+            part = waiting.pop()
+            if isinstance(part, _PLAIN) or id(part) in seen:
+                continue
+            if self._is_local(part) or len(seen) > _MOST:
+                return False
+            seen.add(id(part))
+            waiting += parts_of(part) or ()
+        return True
+
+    def _tokens(self, x: Any, read: Callable[[Any], Any], table: Mapping[Any, Any]) -> dict[Any, Hashable]:
+        names = self._names(x) if read is _attributes else table
+        return {name: _token(table[name]) for name in names}
+
+
+class _Followed:
+    """An object with its copy, how its attributes or entries are read, and their number and keys as compared last."""
+
+    def __init__(
+        self, of: Callable[[], Any], copy: Any, read: Callable[[Any], Any], size: int, tokens: dict[Any, Hashable]
+    ) -> None:
+        self.of, self.copy, self.read, self.size, self.tokens = of, copy, read, size, tokens
+
+
+def _attributes(x: Any) -> dict[str, Any] | None:
+    found = held_under(x, "__dict__")
+    return found if isinstance(found, dict) and found is not x else None
+
+
+def _slots(x: Any) -> dict[str, Any] | None:
+    names = [name for name in slots_of(type(x)) if name not in ("__dict__", "__weakref__")]
+    return {name: held_under(x, name) for name in names} if names else None
+
+
+def _entries(x: Any) -> dict[Any, Any] | None:
+    return x if isinstance(x, dict) else None
+
+
+def _items(x: Any) -> dict[int, Any] | None:
+    return dict(enumerate(x)) if isinstance(x, (list, deque)) and len(x) < _LARGE else None
+
+
+def _token(x: Any) -> Hashable:
+    """A key of a value, equal where it is the same object. What is changed in one is another's: of one that is shared,
+    or of one that is followed too."""
+    if isinstance(x, _PLAIN):
+        return type(x), x
+    return Identity(x) if type(x).__weakrefoffset__ else id(x)
+
+
+def _kept(x: Any) -> Callable[[], Any] | None:
+    """A function that gives an object while it is alive; None of one that could not be let go."""
+    try:
+        return ref(x)
+    except TypeError:
+        return None if _reaches_itself(x) else _Kept(x)
+
+
+class _Kept:
+    """An object without weak references, as a dict, until nothing else has it."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def __call__(self) -> Any:
+        if getrefcount(self._x) <= 2:  # this one and the argument
+            self._x = None
+        return self._x
+
+
+def _reaches_itself(x: Any) -> bool:
+    seen: set[int] = set()
+    waiting = [x]
+    while waiting:
+        for part in parts_of(waiting.pop()) or ():
+            if part is x or len(seen) > _MOST:
+                return True
+            if not isinstance(part, _PLAIN) and id(part) not in seen:
+                seen.add(id(part))
+                waiting.append(part)
+    return False
