@@ -209,6 +209,45 @@ def test_parameters_of_the_local_model_are_not_taken_for_those_that_are_trained(
         assert message.startswith(OF_PARAMETERS[use]) and bool(message) == bool(OF_PARAMETERS[use])
 
 
+def train_two_models_with_one_module(world: World, layout: str, updates: str) -> list[str]:
+    """The refusals of a step by two models with a common module, after those of *updates* were updated."""
+    torch.manual_seed(0)
+    backbone = torch.nn.Linear(8, 8)
+    models: list[Any] = []
+    for _ in range(2):
+        local = torch.nn.Sequential(backbone, torch.nn.Linear(8, 4))
+        whale.annotate(local, {"": getattr(whale, layout)()})
+        options: dict[str, Any] = {"device": "cpu", "loss_fn": lambda output, _: output.sum(), "timeout_seconds": 20}
+        models.append(whale.parallelize(local, torch.ones(2, 8), **options))
+    for model in models:
+        model.train_step(torch.ones(2, 8))
+    for model, name in zip(models, ("first", "second"), strict=True):
+        if name in updates:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return [refusal(lambda model=model: model.train_step(torch.ones(2, 8))) for model in models]  # type: ignore[misc]
+
+
+OF_TWO = "weight is of a module that another parallel model trains too, and that has updated its own copy"
+
+
+@pytest.mark.parametrize(
+    ("layout", "updates", "refuse"),
+    [
+        ("split", "", ()),
+        ("split", "first", (1,)),
+        ("split", "second", (0,)),
+        ("split", "first, second", (0, 1)),
+        ("replicate", "first, second", ()),
+    ],
+)
+def test_two_models_that_train_copies_of_one_module_are_refused(
+    ranks: Two, layout: str, updates: str, refuse: tuple[int, ...]
+) -> None:
+    for messages in ranks.run(train_two_models_with_one_module, layout, updates):
+        for number, message in enumerate(messages):
+            assert (f"0.{OF_TWO}" in message) == (number in refuse), message
+
+
 def load_of_the_local_optimizer(world: World, shares: list[float] | None) -> tuple[str, str, float]:
     """Refusals of the state of the local model's optimizer, in the load or the step after it, and of one by names."""
     local = decoder(layers=1)

@@ -65,6 +65,15 @@ class _Known(NamedTuple):
     looks: dict[str, Tensor]
 
 
+class _Beside(NamedTuple):
+    """A parameter that another parallel model has too, apart: its name here, the tensor there, and the version of that
+    when the later of the two was made."""
+
+    name: str
+    tensor: weakref.ref[Tensor]
+    version: int
+
+
 class _State:
     """Modules as they are now. It keeps what they hold, and so all but the outermost ones."""
 
@@ -114,9 +123,11 @@ class LocalWatch:
         self._held: list[_State] = []
         self._owners = _owners_of(root)
         self.is_alive, self.is_read = True, False
-        for module in self._modules.modules():
+        self._tensors = {name: weakref.ref(x) for name, x in tensors.items()}
+        self._beside: list[_Beside] = []
+        for path, module in self._modules.named_modules():
             if module in _watches:
-                _watches[module]._leave(module)
+                self._take(path, module, _watches[module])
             _watches[module] = self
         state = _State(self._modules, self._sources)
         shared = {id(x) for x in tensors.values()}
@@ -162,12 +173,42 @@ class LocalWatch:
             if state is not None:
                 self._check_modules(state, parallel, attributes, train=train)
 
-    def _leave(self, module: nn.Module) -> None:
-        """Watch a module no more: another parallel model trains its parameters, or has its own of them."""
+    def check_beside(self) -> None:
+        """Compare with other parallel models that train the same modules.
+
+        Raises:
+            UsageError: one has updated a parameter of which this one has its own copy; names it.
+        """
+        for name, tensor, version in self._beside:
+            if (other := tensor()) is not None and other._version != version:
+                raise UsageError(
+                    f"{name} is of a module that another parallel model trains too, and that has updated its own copy, "
+                    "which this one does not see: train both in one module that holds them, or as replicas, which have "
+                    "one copy; or make the other one of a copy.deepcopy, if they are to be trained apart"
+                )
+
+    def _take(self, path: str, module: nn.Module, other: LocalWatch) -> None:
+        """Watch a module that another watch has had until now."""
+        theirs = other._leave(module)
+        for own, parameter in module._parameters.items():
+            name = f"{path}.{own}".removeprefix(".")
+            here, there = self._tensors.get(name), theirs.get(id(parameter))
+            mine, its = here() if here is not None else None, there[1]() if there is not None else None
+            if there is not None and mine is not None and its is not None and mine is not its:
+                self._beside.append(_Beside(name, weakref.ref(its), its._version))
+                other._beside.append(_Beside(there[0], weakref.ref(mine), mine._version))
+
+    def _leave(self, module: nn.Module) -> dict[int, tuple[str, weakref.ref[Tensor]]]:
+        """Watch a module no more: another parallel model trains its parameters, or has its own of them.
+
+        Returns names and tensors of this model for the module's parameters that it does not share, by identity.
+        """
         self._held.clear()
         own = {id(x) for x in module._parameters.values()}
-        for name in [name for name, one in self._known.parameters.items() if id(one()) in own]:
+        left = {name: id(one()) for name, one in self._known.parameters.items() if id(one()) in own}
+        for name in left:
             del self._known.parameters[name]
+        return {known: (name, self._tensors[name]) for name, known in left.items() if name in self._tensors}
 
     def _alone(self) -> dict[str, nn.Parameter]:
         """The parameters that the script has without their modules."""

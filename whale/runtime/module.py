@@ -189,6 +189,7 @@ class ParallelModule(nn.Module):
             watch.check()
             self._check_variables()
             self._whale.copied.follow()
+            local.check_beside()
             modes = watch.modes() if train else ()
             modes = modes if True in modes else ()
             changes = self._whale.attributes.changes()
