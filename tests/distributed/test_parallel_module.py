@@ -131,6 +131,8 @@ def change(model: Any, what: str) -> None:
         held.register_post_accumulate_grad_hook(lambda parameter: None)
     elif what == "module":
         parent.adapter = nn.Linear(2, 2)
+    elif what == "class":
+        parent.__class__ = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 CHANGES = {
@@ -141,6 +143,7 @@ CHANGES = {
     "gradient hook": "a hook was added to",
     "optimizer in backward": "a hook was added to",
     "module": "adapter was added after parallelize",
+    "class": "and is of NonDynamicallyQuantizableLinear after parallelize",
 }
 
 

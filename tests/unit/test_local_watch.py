@@ -148,6 +148,12 @@ PARTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object], Callable[[
         lambda both: setattr(both[1], "scale", 1.0),
         "body.scale of the local model was changed",
     ),
+    "a class": (
+        lambda m: m.tail,
+        lambda t: setattr(t[1], "__class__", nn.ELU),
+        lambda t: setattr(t[1], "__class__", nn.LeakyReLU),
+        "tail.1 was of class LeakyReLU and is of ELU",
+    ),
     "a module": (lambda m: m.tail, lambda t: t.append(nn.ReLU()), lambda t: t.pop(2), "tail.2 was added"),
     "a buffer": (
         lambda m: (m.body, m.body.mask),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections import deque
@@ -288,6 +289,18 @@ def test_what_a_script_changes_in_a_trainer_acts(kind: str, keeps: bool) -> None
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             of_twin_q, of_p = (torch.zeros_like(q) if x.grad is None else x.grad for x in (q, p))
             torch.testing.assert_close(of_p, of_twin_q)
+
+
+def test_a_copy_of_the_parallel_model_follows_a_trainer_too() -> None:
+    local = Trained("of the model")
+    trainer = local.trainer
+    model: Any = whale.parallelize(local, X, device="cpu")
+    average = copy.deepcopy(model)
+    first = average.train_step(X).item()
+    trainer.epoch += 1
+    losses = [one.train_step(X).item() for one in (average, model)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert losses[0] != pytest.approx(first)
 
 
 def test_a_trainer_and_a_dict_are_not_kept() -> None:

@@ -434,7 +434,8 @@ class ParallelModule(nn.Module):
         before = self._whale.attributes
         attributes = Attributes(made, before.sources, before.first, before.ever)
         watch = Watch(made, freezes=self._whale.watch.freezes)
-        inner = self._whale._replace(engine=engine, watch=watch, attributes=attributes, variables=())
+        copied = self._whale.copied.of_copy(made, memo)
+        inner = self._whale._replace(engine=engine, watch=watch, attributes=attributes, variables=(), copied=copied)
         made.__dict__["_whale"] = inner
         return made
 

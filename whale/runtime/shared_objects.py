@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from copy import copy
 from itertools import chain
 from sys import getrefcount
 from typing import Any, NamedTuple
@@ -146,6 +147,16 @@ class CopiedObjects:
                 if of is not None and (table := read(x)) is not None:
                     self._followed.append(_Followed(of, its, read, len(table), self._tokens(x, read, table)))
 
+    def of_copy(self, model: nn.Module, memo: Mapping[int, Any]) -> CopiedObjects:
+        """The same for a copy of the parallel model with *memo*, as of `copy.deepcopy`."""
+        made = copy(self)
+        made._model = ref(model)
+        made._followed = [
+            _Followed(one.of, memo.get(id(one.copy), one.copy), one.read, one.size, one.tokens)
+            for one in self._followed
+        ]
+        return made
+
     def follow(self) -> None:
         """Give the parallel model what the script has changed since the last time.
 
@@ -226,9 +237,9 @@ class _Followed:
     """An object with its copy, how its attributes or entries are read, and their number and keys as compared last."""
 
     def __init__(
-        self, of: Callable[[], Any], copy: Any, read: Callable[[Any], Any], size: int, tokens: dict[Any, Hashable]
+        self, of: Callable[[], Any], its: Any, read: Callable[[Any], Any], size: int, tokens: dict[Any, Hashable]
     ) -> None:
-        self.of, self.copy, self.read, self.size, self.tokens = of, copy, read, size, tokens
+        self.of, self.copy, self.read, self.size, self.tokens = of, its, read, size, tokens
 
 
 def _attributes(x: Any) -> dict[str, Any] | None:

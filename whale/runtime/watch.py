@@ -29,13 +29,15 @@ _HOOKS = (
 
 
 class Shape(NamedTuple):
-    """The modules, tensors and hooks that a module has itself. It keeps none of them.
+    """The class of a module, and the modules, tensors and hooks that it has itself. It keeps none of these.
 
     Attributes:
+        kind: its class.
         held: modules, parameters and buffers by their names; those that are None are absent.
         hooks: numbers of hooks of each kind.
     """
 
+    kind: type
     held: Mapping[str, ref[Any]]
     hooks: tuple[int, ...]
 
@@ -43,10 +45,12 @@ class Shape(NamedTuple):
     def of(cls, module: nn.Module) -> Shape:
         """The shape of a module as it is now."""
         hooks = tuple([len(getattr(module, kind)) for kind in _HOOKS])
-        return cls({name: ref(x) for name, x in _held(module).items()}, hooks)
+        return cls(type(module), {name: ref(x) for name, x in _held(module).items()}, hooks)
 
     def difference(self, path: str, module: nn.Module) -> str | None:
         """A sentence on the first difference of the module now, and on what to do instead, before parallelize."""
+        if type(module) is not self.kind:
+            return _reclassed(path or "the model", type(module), self.kind)
         now = _held(module)
         for name in {**self.held, **now}:
             if name not in self.held or now.get(name) is not self.held[name]():
@@ -91,6 +95,10 @@ class Watch:
         self._sizes = list(map(len, self._tables))
         self._slots = [(table, key) for table in self._tables for key in table]
         self._objects = [table[key] for table, key in self._slots]
+        held = set(map(id, self._objects))
+        self._inner = {path: module for path, module in named.items() if id(module) in held}
+        self._root = ref(root)
+        self._classes = self._kinds()
         self._forwards = [attributes.get("forward") for attributes in self._dicts]
         self._hooks: list[Mapping[int, Any]] = [getattr(module, kind) for module in modules for kind in _HOOKS]
         self._hooks += [getattr(nn.modules.module, f"_global{kind}") for kind in _HOOKS]
@@ -123,6 +131,7 @@ class Watch:
         return (
             all(map(is_, [table.get(key) for table, key in self._slots], self._objects))
             and list(map(len, self._tables)) == self._sizes
+            and all(map(is_, self._kinds(), self._classes))
             and all(map(is_, [attributes.get("forward") for attributes in self._dicts], self._forwards))
             and list(map(len, self._hooks)) == self._num_hooks
             and (self.freezes or [t.requires_grad for t in tensors] == self._trained)
@@ -133,6 +142,10 @@ class Watch:
                 or [_num_hooks(t) for t in tensors] == self._num_tensor_hooks
             )
         )
+
+    def _kinds(self) -> list[type]:
+        """The classes of the root and of the modules that others hold."""
+        return [type(self._root()), *map(type, self._inner.values())]
 
     def _tensor_hooks(self) -> list[Any]:
         backward: list[Any] = [t._backward_hooks for t in self._tensors]
@@ -152,6 +165,9 @@ class Watch:
                         "see: write values into this rank's part with torch.no_grad() and copy_, or whole ones with "
                         "model.load_full_state_dict; change the model"
                     )
+        for path, now, before in zip(["the model", *self._inner], self._kinds(), self._classes, strict=True):
+            if now is not before:
+                return _reclassed(path, now, before)
         for path, attributes, forward in zip(self.paths, self._dicts, self._forwards, strict=True):
             if attributes.get("forward") is not forward:
                 return f"{path}.forward was replaced after parallelize, which steps do not see: replace it".lstrip(".")
@@ -186,6 +202,11 @@ class Watch:
                     "ranks: change .grad after train_step, or write the model so"
                 )
         raise AssertionError("nothing differs")
+
+
+def _reclassed(path: str, now: type, before: type) -> str:
+    kinds = f"was of class {before.__name__} and is of {now.__name__}"
+    return f"{path} {kinds} after parallelize, which steps do not see: set its class"
 
 
 def _hooked(path: str, *, fewer: bool) -> str:
