@@ -41,7 +41,7 @@ from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
 from whale.graph.code_names import names_in_code
-from whale.graph.copies import function_of_copy, model_copy
+from whale.graph.copies import function_of_copy, mark_read_by_loss, model_copy
 from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.garbage import without_collections
@@ -328,7 +328,9 @@ def parallelize(
     check_hooks(model)
     _check_devices(model, launch.device)
     template = _meta_copy(model)
-    loss_fn = loss_fn and function_of_copy(loss_fn, model, template)
+    if loss_fn is not None:
+        mark_read_by_loss(model, template, loss_fn)
+        loss_fn = function_of_copy(loss_fn, model, template)
     choosing = automatic or "auto" in (recompute, zero, state_shares, hosted)
     if world is None and launch.size > 1 and (choosing or described.names_hosts or seats is not None):
         if described.names_hosts and dist.is_initialized():  # ranks stay as they are, and nodes take their order

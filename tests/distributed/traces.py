@@ -62,6 +62,8 @@ class _Of:
 def _key(x: Any) -> Hashable:
     if isinstance(x, _PLAIN):
         return type(x), x
+    if isinstance(x, (tuple, list, Mapping)) and getattr(x, "__dict__", None):
+        raise _Unlike(x)  # it has attributes beside its entries
     if isinstance(x, (tuple, list)):
         return type(x), tuple(map(_key, x))
     if isinstance(x, (set, frozenset)):

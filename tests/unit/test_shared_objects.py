@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import whale
-from whale.errors import UsageError
+from whale.errors import CaptureError, UsageError
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
 
@@ -88,6 +88,7 @@ PLACED = SimpleNamespace(factor=1.0, device=torch.device("cpu"), part=slice(1, 3
 TABLE = torch.ones(2, dtype=torch.float64)
 CONFIG, OPEN = Config(), OpenConfig(**{"factor": 1.0})
 DICTS, LISTED = (Options(factor=1.0), OwnAttributes(factor=1.0)), Items([1.0])
+NAMED = OrderedDict[str, Any]()
 HOLDING = SimpleNamespace(
     factor=1.0,
     generator=torch.Generator(),
@@ -112,6 +113,8 @@ KINDS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[float], Any]]] = {
     "a dict with attributes": (DICTS[0], factor_of, lambda value: DICTS[0].update(factor=value)),
     "a dict that is its attributes": (DICTS[1], factor_of, lambda value: DICTS[1].update(factor=value)),
     "a kind of list": (LISTED, lambda x: x[0], lambda value: LISTED.__setitem__(0, value)),
+    "an attribute of a kind of list": (LISTED, factor_of, lambda value: setattr(LISTED, "factor", value)),
+    "an attribute of a kind of dict": (NAMED, factor_of, lambda value: setattr(NAMED, "factor", value)),
     "an object with others": (HOLDING, factor_of, lambda value: setattr(HOLDING, "factor", value)),
     "a pydantic model": (CONFIG, factor_of, lambda value: setattr(CONFIG, "factor", value)),
     "what a pydantic model allows": (OPEN, factor_of, lambda value: setattr(OPEN, "factor", value)),
@@ -210,10 +213,16 @@ def test_a_hook_that_reaches_a_module_is_changed_with_the_scripts(through: str) 
         assert model.train_step(X).item() == pytest.approx(twin(X).item(), abs=1e-12)
 
 
+class Callback:
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.scale = trainer, 1.0
+
+
 class Trainer:
     decay = 1.0
 
     def __init__(self, model: Any, kind: str) -> None:
+        self.callbacks, self.own = [Callback(self)], {"trainer": self, "scale": 1.0}
         self.epoch, self.scales, self.inner = 0, [1.0], SimpleNamespace(scale=1.0)
         self.layers, self.active = model.layers, model.layers[0]
         if kind == "of the model":
@@ -243,6 +252,7 @@ class Trained(nn.Module):
         trainer = self.trainer or self.options["trainer"]
         scale: Any = 1.0 if self.options is None else self.options["scale"]
         scale = scale * sum(trainer.scales) * trainer.inner.scale * trainer.decay * (1 + trainer.epoch)
+        scale = scale * sum(callback.scale for callback in trainer.callbacks) * trainer.own["scale"]
         return (trainer.active(x) * scale).square().sum() + self.layers[1](x).square().sum()
 
 
@@ -250,6 +260,7 @@ def changes_of_trainers(trainer: Any, model: Any) -> Iterator[None]:
     yield
     trainer.epoch += 1
     trainer.scales.append(2.0)
+    trainer.callbacks[0].scale = 0.5
     yield
     trainer.scales = [0.5, 0.25]
     yield
@@ -259,6 +270,8 @@ def changes_of_trainers(trainer: Any, model: Any) -> Iterator[None]:
     del trainer.decay
     trainer.inner = SimpleNamespace(scale=7.0)
     trainer.active = trainer.layers[1]
+    trainer.callbacks.append(SimpleNamespace(scale=0.125))
+    trainer.own["scale"] = 1.5
     yield
     trainer.active = trainer.layers[0]
     if model.options is not None:
@@ -416,3 +429,200 @@ def test_a_teacher_follows_its_student_through_data(precision: str | None) -> No
     tolerance = 1e-6 if precision is None else 2e-2
     assert losses(model, lambda: model.eval_step(X.float()).item(), of_local) == pytest.approx(known, rel=tolerance)
     assert known[0] != pytest.approx(known[1], rel=0.1)
+
+
+class Penalty:
+    """A loss that reads parameters of a model through its attributes."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.weight = model, 0.5
+        self.means = {name: p.detach() + 0.1 for name, p in model.named_parameters()}
+        self.parts = {"layer": model.linear, "weight": 0.25}
+
+    def penalty(self) -> Any:
+        named = self.model.named_parameters()
+        apart = sum((p - self.means[name]).square().sum() for name, p in named)
+        return self.weight * apart + self.parts["weight"] * self.parts["layer"].bias.square().sum()
+
+    def __call__(self, output: Tensor, batch: Any) -> Any:
+        return output.square().sum() + self.penalty()
+
+
+class PenaltyInSlots:
+    __slots__ = ("layer", "weight")
+
+    def __init__(self, model: Any) -> None:
+        self.layer, self.weight = model.linear, 0.5
+
+    def __call__(self, output: Tensor, batch: Any) -> Any:
+        return output.square().sum() + self.weight * self.layer.weight.square().sum()
+
+
+class Learner:
+    """A trainer whose method is the loss, and that refers to itself."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.weight, self.loop = model, 0.5, SimpleNamespace(learner=self)
+
+    def loss(self, output: Tensor, batch: Any) -> Any:
+        return output.square().sum() + self.weight * self.loop.learner.model.linear.weight.square().sum()
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.other = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.other(x)
+
+
+LOSSES: dict[str, tuple[Callable[[Any], tuple[Any, Any]], Callable[[Any, Any], object]]] = {
+    "an object": (lambda m: ((p := Penalty(m)), p), lambda p, _: setattr(p, "weight", 2.0)),
+    "a dict of one": (lambda m: ((p := Penalty(m)), p), lambda p, _: p.parts.update(weight=3.0)),
+    "another layer": (lambda m: ((p := Penalty(m)), p), lambda p, m: p.parts.update(layer=m.other)),
+    "slots": (lambda m: ((p := PenaltyInSlots(m)), p), lambda p, _: setattr(p, "weight", 2.0)),
+    "a method": (lambda m: ((t := Learner(m)).loss, t), lambda t, _: setattr(t, "weight", 2.0)),
+    "a method of one that gets the parallel model": (
+        lambda m: ((t := Learner(m)).loss, t),
+        lambda t, m: t.__dict__.update(model=m, weight=2.0),
+    ),
+    "a variable": (
+        lambda m: ((p := Penalty(m)), lambda output, batch: output.square().sum() + p.penalty())[::-1],
+        lambda p, _: setattr(p, "weight", 2.0),
+    ),
+    "a partial": (
+        lambda m: (partial(lambda p, output, batch: output.square().sum() + p.penalty(), p := Penalty(m)), p),
+        lambda p, _: setattr(p, "weight", 2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_loss_may_read_a_model_through_objects_that_the_script_changes(kind: str, keeps: bool) -> None:
+    make, change = LOSSES[kind]
+    local, twin = Headed(), Headed()
+    (loss_fn, held), (of_twin, held_by_twin) = make(local), make(twin)
+    model: Any = whale.parallelize(local, X, device="cpu", loss_fn=loss_fn)
+    if not keeps:
+        del local
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, twin)]
+    for step in range(4):
+        if step == 2:
+            change(held, model)
+            change(held_by_twin, twin)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss, own = model.train_step(X), of_twin(twin(X), X)
+        own.backward()
+        assert loss.item() == pytest.approx(own.item(), rel=1e-12)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_a_loss_that_counts_its_calls_in_an_object_with_the_model_is_refused() -> None:
+    class Counts(Penalty):
+        calls = 0
+
+        def __call__(self, output: Tensor, batch: Any) -> Any:
+            self.calls += 1
+            return super().__call__(output, batch) * self.calls
+
+    local = Headed()
+    loss_fn = Counts(local)
+    with pytest.raises(CaptureError, match="loss_fn changes what it reaches from step to step"):
+        whale.parallelize(local, X, device="cpu", loss_fn=loss_fn)
+    assert loss_fn.calls == 0 and loss_fn.model is local and loss_fn.parts["layer"] is local.linear
+
+
+class Features:
+    """An object in which a forward, or a hook, leaves something for the loss."""
+
+    def __init__(self, model: Any = None) -> None:
+        self.model, self.weight = model, 0.5
+        self.last: Any = None
+        self.all: dict[str, Any] = {}
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.last = output
+
+    def save(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.all["last"] = output
+
+    def loss(self, output: Tensor, batch: Any) -> Any:
+        return output.square().sum() + sum(x.square().sum() for x in (self.last, self.all.get("last")) if x is not None)
+
+
+class Leaving(Headed):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.features: Any = None
+        made = Features(self if kind.endswith("with the model") else None)
+        hooks: dict[str, Any] = {"a hook": made, "a method": made.save, "a partial": partial(Features.save, made)}
+        if kind.startswith("an attribute"):
+            self.features = made
+        else:
+            self.linear.register_forward_hook(hooks[kind.removesuffix(" with the model")])
+            self.features = made if kind == "a hook" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x)
+        if self.features is not None:
+            self.features.last = h
+        return self.other(h[:, :1].expand(-1, 3))
+
+
+@pytest.mark.parametrize("kind", ["an attribute", "an attribute with the model", "a hook"])
+def test_a_loss_reads_what_a_forward_leaves_in_an_object_of_the_model(kind: str) -> None:
+    local, twin = Leaving(kind), Leaving(kind)
+
+    def loss_of(model: Any) -> Any:
+        return lambda output, batch: output.square().sum() + model.features.last.square().sum()
+
+    model: Any = whale.parallelize(local, X, device="cpu", loss_fn=loss_of(local))
+    assert model.train_step(X).item() == pytest.approx(loss_of(twin)(twin(X), X).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["an attribute", "an attribute with the model", "a hook", "a method", "a method with the model", "a partial"],
+)
+def test_what_a_forward_leaves_in_an_object_that_the_loss_has_by_itself_is_refused(kind: str) -> None:
+    local = Leaving(kind)
+    if kind == "an attribute" or local.features is not None:
+        loss_fn = local.features.loss
+    else:
+        (hook,) = local.linear._forward_hooks.values()
+        held: Any = hook
+        loss_fn = (held.args[0] if isinstance(held, partial) else held.__self__).loss
+    with pytest.raises(CaptureError, match="and loss_fn has an object of it by itself, not through the model"):
+        whale.parallelize(local, X, device="cpu", loss_fn=loss_fn)
+
+
+def test_a_list_that_a_script_shares_with_its_model_keeps_what_reaches_the_model() -> None:
+    class Groups(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(3, 2).double()
+            self.groups: list[Any] = [(self.linear, 1.0)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            scaled = [(self.linear if layer is None else layer)(x) * scale for layer, scale in self.groups]
+            return torch.stack(scaled).square().sum()
+
+    local, twin = Groups(), Groups()
+    groups = local.groups
+    model: Any = whale.parallelize(local, X, device="cpu")
+    del local
+    for entry in ((None, 2.0), (None, 0.5)):
+        groups.append(entry)
+        twin.groups.append(entry)
+        assert model.train_step(X).item() == pytest.approx(twin(X).item(), rel=1e-12)
+    for groups_of in (groups, twin.groups):
+        del groups_of[1:]
+    assert model.train_step(X).item() == pytest.approx(twin(X).item(), rel=1e-12)

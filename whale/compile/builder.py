@@ -220,8 +220,10 @@ class Builder:
             engine.local.divide_samples(step.stages, example)
         attend(engine, named)
         variables = variables_of(self.template)
-        variables += self.loss_fn.variables if isinstance(self.loss_fn, CopiedFunction) else ()
-        return parallel_module(self.template, engine, _leaves, self.sources, model, looks, variables)
+        of_loss = self.loss_fn if isinstance(self.loss_fn, CopiedFunction) else None
+        variables += of_loss.variables if of_loss is not None else ()
+        objects = of_loss.objects if of_loss is not None else ()
+        return parallel_module(self.template, engine, _leaves, self.sources, model, looks, variables, objects)
 
     def _learn(self, kind: Kind, batch: Mapping[str, Any], placed: PlacedStep) -> None:
         """Let a compiled step be one of those from which steps for other sizes are made. All ranks must call it."""

@@ -90,6 +90,7 @@ class _Search:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.model, self.loss_fn = model, loss_fn
+        self._loss = loss_fn.function if isinstance(loss_fn, Bound) else loss_fn
         self.names = {"forward"}
         self.tables: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self.cells: dict[int, tuple[str, CellType]] = {}
@@ -227,7 +228,7 @@ class _Search:
             self._waiting.append(x.fget if isinstance(x, property) else x.func)
         elif isinstance(x, staticmethod | classmethod):
             x = x.__func__
-        elif x is self.loss_fn and not isinstance(x, FunctionType):
+        elif x is self._loss and not isinstance(x, FunctionType):
             self.objects.append(x)
             self._waiting.extend(getattr(type(x), name, None) for name in ("__call__", "forward"))
         if not isinstance(x, FunctionType):

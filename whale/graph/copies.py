@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from types import CellType, FunctionType, MethodType, SimpleNamespace
@@ -21,12 +21,25 @@ from torch.utils.hooks import RemovableHandle
 
 from whale.errors import CaptureError
 from whale.graph.bytecode import names_of
-from whale.ir.objects import CopiedFunction, Variable, deep_copy, part_of, parts_of
+from whale.ir.objects import CopiedFunction, Variable, deep_copy, held_under, part_of, parts_of, slots_of
 
-__all__ = ["Bound", "function_of_copy", "model_copy", "places_of", "reading", "tensors_beside", "variables_of"]
+__all__ = [
+    "READ_BY_LOSS",
+    "Bound",
+    "function_of_copy",
+    "mark_read_by_loss",
+    "model_copy",
+    "places_of",
+    "reading",
+    "tensors_beside",
+    "variables_of",
+]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _STANDARD = frozenset(nn.Module().__dict__)
+
+READ_BY_LOSS = "_whale_read_by_loss"
+"""Attribute of modules of copies: names of attributes and tables of hooks with an object that the loss has too."""
 
 _MOST = 1_000_000
 """Objects that are looked at."""
@@ -99,20 +112,60 @@ def tensors_beside(model: nn.Module) -> Iterator[Tensor]:
             waiting += parts_of(x) or ()
 
 
+def mark_read_by_loss(model: nn.Module, made: nn.Module, loss_fn: Callable[..., Any]) -> None:
+    """Note on the modules of *made*, a copy of a model, which attributes and hooks have an object of the script's that
+    the loss has too, by itself: that of a copy is another one, so the loss does not see what a forward does to it."""
+    modules = dict(model.named_modules())
+    inside = {id(module) for module in modules.values()}
+    read = _objects_in([loss_fn], inside)
+
+    def has(x: Any) -> bool:
+        return not isinstance(x, FunctionType) and not read.isdisjoint(_objects_in([x], inside))
+
+    for path, module in modules.items():
+        names = {name for name, x in vars(module).items() if name not in _STANDARD and has(x)}
+        names |= {name for name in _HOOKS if any(map(has, getattr(module, name).values()))}
+        if names:
+            made.get_submodule(path).__dict__[READ_BY_LOSS] = frozenset(names)
+
+
+def _objects_in(waiting: list[Any], models: Collection[int]) -> set[int]:
+    """The identities of the objects that may change and that some have, or functions name, but not through a model."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST:
+        x = waiting.pop()
+        if id(x) in seen or id(x) in models or isinstance(x, (Tensor, type, str, int, float)):
+            continue
+        seen.add(id(x))
+        if isinstance(x, Bound):
+            waiting.append(x.origin)
+        elif isinstance(x, FunctionType):
+            waiting += [cell.cell_contents for cell in x.__closure__ or () if not _is_empty(cell)]
+            waiting += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+            waiting += [x.__globals__[name] for name in names_of(x.__code__) if name in x.__globals__]
+        elif parts := parts_of(x):
+            found.add(id(x))
+            waiting += parts
+        elif isinstance(x, (list, dict, set)) or held_under(x, "__dict__") is not None:
+            found.add(id(x))
+    return found
+
+
 def function_of_copy(function: Callable[..., Any], model: nn.Module, made: nn.Module) -> Callable[..., Any]:
     """A function that reads modules or parameters of *model*, as a loss with a penalty does, with those of *made*, a
-    copy of it; itself where it has none in its variables."""
+    copy of it; itself where it has none in its variables, and in the objects that it has."""
     places = places_of(model)
     copies = {known: part_of(made, kind, name) for known, (kind, name) in places.items()}
     copies = {known: x for known, x in copies.items() if x is not None}
-    rebinding = _Rebinding(copies, places, stays=True)
+    rebinding = _Rebinding(copies, places, stays=True, with_objects=True)
     rebinding.owner = "the loss"
     found = rebinding.of(function)
     if found is function or found is getattr(function, "function", None):
         return function
     if isinstance(function, Bound):
-        return Bound(found, function.origin, rebinding.used, function.variables)
-    return Bound(found, function, rebinding.used, tuple(rebinding.variables))
+        return Bound(found, function.origin, rebinding.used, function.variables, tuple(rebinding.objects))
+    return Bound(found, function, rebinding.used, tuple(rebinding.variables), tuple(rebinding.objects))
 
 
 def _check_parameters(model: nn.Module, made: nn.Module, memo: Mapping[int, Any]) -> None:
@@ -137,13 +190,25 @@ def reading(
     rebinding = _Rebinding({known: x for known, x in now.items() if id(x) != known}, {}, stays=True)
     bound = [x for x in _functions_on(model) if isinstance(x, Bound)]
     before = [x.function for x in bound]
+    own = [copy for _, copy in loss_fn.objects] if isinstance(loss_fn, Bound) else []
+    written = [
+        (x, name, value, made)
+        for x in own
+        for name, value in _values_of(x)
+        if (made := rebinding.of(value)) is not value
+    ]
     try:
         for x in bound if rebinding.copies else ():
             x.function = rebinding.of(x.function)
+        for x, name, _, made in written:
+            _write(x, name, made)
         yield rebinding.of(loss_fn.function) if isinstance(loss_fn, Bound) else loss_fn
     finally:
         for x, function in zip(bound, before, strict=True):
             x.function = function
+        for x, name, value, made in written:
+            if dict(_values_of(x)).get(name) is made:
+                _write(x, name, value)
 
 
 class Bound(CopiedFunction):
@@ -153,7 +218,7 @@ class Bound(CopiedFunction):
         rebinding = memo.setdefault(_Rebinding, _Rebinding({}, {}))  # one for all functions, that share what they hold
         for x in self.reached.values():
             rebinding.copies[id(x)] = copy.deepcopy(x, memo)
-        return Bound(rebinding.of(self.function), self.origin, rebinding.used, self.variables)
+        return Bound(rebinding.of(self.function), self.origin, rebinding.used, self.variables, self.objects)
 
 
 class _Rebinding:
@@ -163,8 +228,10 @@ class _Rebinding:
         copies: by the identity of what is copied.
         places: kind and name of what is a model's, by its identity.
         stays: whether a list or a dict of modules and of other values stays as it is; else it is refused.
+        with_objects: whether such, and other objects of the script that have what is copied, are copied.
 
     Attributes:
+        objects: those that were copied, with their copies.
         used: the copies that were used, by their identity.
         variables: of functions, that have something of *places*.
         owner: whose variables these are, in words.
@@ -172,8 +239,16 @@ class _Rebinding:
 
     owner = ""
 
-    def __init__(self, copies: dict[int, Any], places: Mapping[int, tuple[str, str]], *, stays: bool = False) -> None:
-        self.copies, self.places, self.stays = copies, places, stays
+    def __init__(
+        self,
+        copies: dict[int, Any],
+        places: Mapping[int, tuple[str, str]],
+        *,
+        stays: bool = False,
+        with_objects: bool = False,
+    ) -> None:
+        self.copies, self.places, self.stays, self.with_objects = copies, places, stays, with_objects
+        self.objects: list[tuple[Any, Any]] = []
         self.variables: list[Variable] = []
         self._known: dict[int, tuple[Any, Any]] = {}
         self.used: dict[int, Any] = {}
@@ -210,9 +285,38 @@ class _Rebinding:
                 "a function that is a module's forward, or a hook, has the handle of a hook, which it could remove: do "
                 "what is done once before parallelize, and remove the hook there"
             )
-        if isinstance(x, FunctionType) and str(x.__globals__.get("__name__")).partition(".")[0] != "torch":
-            return self._of_function(x)
-        return x
+        if isinstance(x, FunctionType):
+            return x if str(x.__globals__.get("__name__")).partition(".")[0] == "torch" else self._of_function(x)
+        return self._of_object(x) if self.with_objects and self._reaches(x) else x
+
+    def _of_object(self, x: Any) -> Any:
+        """A copy of an object whose attributes are copies, or those of the script."""
+        try:
+            made = object.__new__(type(x))
+        except TypeError:  # of a class that is written in C
+            return x
+        self._known[id(x)] = x, made  # for what refers to it
+        self.objects.append((x, made))
+        for name, value in _values_of(x):
+            _write(made, name, self.of(value))
+        return made
+
+    def _reaches(self, x: Any) -> bool:
+        """Whether an object of a script has something that is copied, or an object that has."""
+        seen: set[int] = set()
+        waiting = [x]
+        while waiting and len(seen) < _MOST:
+            one = waiting.pop()
+            if id(one) in self.copies:
+                return True
+            if id(one) in seen or isinstance(one, (nn.Module, Tensor)):
+                continue
+            seen.add(id(one))
+            if isinstance(one, FunctionType):
+                waiting += [cell.cell_contents for cell in one.__closure__ or () if not _is_empty(cell)]
+            elif type(one).__module__.partition(".")[0] not in ("torch", "whale"):
+                waiting += parts_of(one) or ()
+        return False
 
     def _of_container(self, x: Any) -> Any:
         names = vars(x) if isinstance(x, SimpleNamespace) else x if isinstance(x, dict) else None
@@ -222,6 +326,8 @@ class _Rebinding:
         if all(same):
             return x
         if any(same) and not isinstance(x, tuple):
+            if self.with_objects:
+                return self._of_mixed(x, names, made)
             if self.stays:
                 return x
             raise CaptureError(
@@ -231,10 +337,20 @@ class _Rebinding:
             )
         if not isinstance(x, tuple) and self.places:
             self._note_entries(x, list(names or range(len(x))))
+        return self._made_of(x, names, made)
+
+    def _of_mixed(self, x: Any, names: Mapping[Any, Any] | None, parts: list[Any]) -> Any:
+        """A container of some copies, which is given what changes in that of the script."""
+        made = self._made_of(x, names, parts)
+        self.objects.append((x, made))
+        return made
+
+    @staticmethod
+    def _made_of(x: Any, names: Mapping[Any, Any] | None, parts: list[Any]) -> Any:
         if names is not None:
-            pairs = dict(zip(names, made, strict=True))
+            pairs = dict(zip(names, parts, strict=True))
             return SimpleNamespace(**pairs) if isinstance(x, SimpleNamespace) else type(x)(pairs)
-        return x._make(made) if _is_named(x) else type(x)(made)
+        return x._make(parts) if _is_named(x) else type(x)(parts)
 
     def _of_function(self, x: FunctionType) -> FunctionType:
         """A function with copies in its variables; the others it shares with *x*."""
@@ -298,6 +414,29 @@ class _Rebinding:
         self._note((f"an entry of a {kind}", functools.partial(_entry, x, key)) for key in keys)
         as_many, first = functools.partial(_has_as_many, x, num), functools.partial(_itself, True)
         self.variables.append(Variable(f"a {kind}", as_many, first, "number of entries", str(num), self.owner))
+
+
+def _values_of(x: Any) -> list[tuple[Any, Any]]:
+    """The attributes of an object by name, or the entries of a list or a dict by key."""
+    if isinstance(x, (list, dict)):
+        return list(x.items() if isinstance(x, dict) else enumerate(x))
+    slots = [name for name in slots_of(type(x)) if name not in ("__dict__", "__weakref__") and hasattr(x, name)]
+    return [*(held_under(x, "__dict__") or {}).items(), *((name, getattr(x, name)) for name in slots)]
+
+
+def _write(x: Any, name: Any, value: Any) -> None:
+    """Set an attribute or an entry, also of an object that is frozen."""
+    if isinstance(x, (list, dict)):
+        x[name] = value
+    else:
+        object.__setattr__(x, name, value)
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True
 
 
 def _itself(x: Any) -> Any:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
 from whale.graph.code_names import Named, hooks_of, names_in_code
+from whale.graph.copies import READ_BY_LOSS
 from whale.graph.nodes import inner_modules
 from whale.graph.origins import SourceLine, is_model, located, place_of_frame, place_of_node
 from whale.graph.reach import REACHED, WATCHES, Reach, Same, untraced
@@ -95,6 +96,14 @@ class State:
         named = self._named
         return name in named.names or any(piece in name for piece in named.pieces)
 
+    def is_read_by_loss(self, kept: Kept) -> bool:
+        """Whether the loss has, by itself, an object that an attribute, or a hook, of the script's model has."""
+        for path, module in self.model.named_modules():
+            names = vars(module).get(READ_BY_LOSS, frozenset())
+            if (path == kept.path and kept.name in names) or (kept.name == _of_hook(path) and names & _HOOKS):
+                return True
+        return False
+
     @functools.cached_property
     def _named(self) -> Named:
         return names_in_code(self.model, self.loss_fn)
@@ -109,7 +118,7 @@ class State:
         hooks: dict[Any, str] = {}
         for path, module in self.model.named_modules():
             classes[type(module)] = None
-            hooks |= dict.fromkeys(hooks_of(module), f"what a hook of {path or 'the model'} reaches")
+            hooks |= dict.fromkeys(hooks_of(module), _of_hook(path))
             for name, x in module.__dict__.items():
                 kept = Kept(path, name)
                 if name not in _TABLES and (only is None or kept in only):
@@ -139,7 +148,12 @@ class State:
 
 
 _TABLES = frozenset(nn.Module().__dict__) - {"training"}
+_HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 _OF_LOSS = "what loss_fn reaches"
+
+
+def _of_hook(path: str) -> str:
+    return f"what a hook of {path or 'the model'} reaches"
 
 
 _BEFORE_A_FORWARD = ("__init__", "__new__", "__init_subclass__", "__setstate__", "__deepcopy__")
@@ -276,6 +290,13 @@ class Steadiness:
         own, left = self._kept, self._left
         if not own and not self._clocks:
             return
+        if read := [kept for kept in own if self._state.is_read_by_loss(kept)]:
+            raise located(
+                f"the forward changes {read[0]}, and loss_fn has an object of it by itself, not through the model, of "
+                "which a captured forward has its own: make it an attribute of the model, and read it as that in "
+                "loss_fn (lambda output, batch: ... model.features), or return from forward what the loss needs",
+                place(read),
+            )
         first = graph_listing(graph)
         self._state.restore(self._attributes)
         try:

@@ -56,6 +56,7 @@ class CopiedFunction:
         origin: the function of which it is a copy, or a copy of a copy.
         reached: what is copied with it, by its identity.
         variables: those of the script's function that it does not follow.
+        objects: of the script's function that are copied with it, each with its copy.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class CopiedFunction:
         origin: Callable[..., Any],
         reached: Mapping[int, Any],
         variables: Sequence[Variable] = (),
+        objects: Sequence[tuple[Any, Any]] = (),
     ) -> None:
         functools.update_wrapper(self, function)
-        self.function, self.origin, self.reached, self.variables = function, origin, reached, variables
+        self.function, self.origin, self.reached = function, origin, reached
+        self.variables, self.objects = variables, objects
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

@@ -283,6 +283,8 @@ class Attributes:
             for x in given.modules() if isinstance(given, nn.Module) else (given,):  # a loss has modules too
                 if id(x) not in self._own and held_under(x, "__dict__") is not None:
                     yield f"a {type(x).__name__}", x.__dict__, self.named(x)
+                elif slots_of(type(x)):
+                    yield f"a {type(x).__name__}", {"slots": x}, ["slots"]
 
     def named(self, x: Any) -> list[str]:
         """The names of an object's attributes that matter: of a module of torch all."""
@@ -351,7 +353,8 @@ class Attributes:
         if isinstance(x, _CONTAINERS):
             if len(x) > _LARGE:
                 return None
-            return [x.keys, x.values] if isinstance(x, (dict, MappingProxyType)) else [partial(iter, x)]
+            names = self._readers_of_names(x)
+            return [x.keys, x.values, *names] if isinstance(x, (dict, MappingProxyType)) else [partial(iter, x), *names]
         if isinstance(x, partial):
             return [lambda: (x.func, x.args, x.keywords)]
         if isinstance(x, MethodType):
@@ -371,15 +374,18 @@ class Attributes:
         slots = [name for name in slots_of(type(x)) if makes or self._is_named(name)]
         if slots:
             found.append(lambda: [held_under(x, name) for name in slots])
-        if self._has_names(x):
-            names = self.named(x)
-            found += [partial(_several(names), x.__dict__)] if names else []
+        found += self._readers_of_names(x)
         return found or None
+
+    def _readers_of_names(self, x: Any) -> list[Callable[[], Iterable[Any]]]:
+        names = self.named(x) if self._has_names(x) else []
+        return [partial(_several(names), x.__dict__)] if names else []
 
     @staticmethod
     def _has_names(x: Any) -> bool:
-        """Whether an object has attributes that are looked at."""
-        if isinstance(x, (*_ATOMS, *_CONTAINERS, *_FOLLOWED, Tensor)) or held_under(x, "__dict__") is None:
+        """Whether an object has attributes that are looked at, as one of a kind of dict may."""
+        own = None if isinstance(x, (*_ATOMS, *_FOLLOWED, Tensor)) else held_under(x, "__dict__")
+        if not isinstance(own, dict) or own is x:
             return False
         return type(x).__module__.partition(".")[0] != "torch" or isinstance(x, nn.Module)
 

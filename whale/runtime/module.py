@@ -189,6 +189,7 @@ class ParallelModule(nn.Module):
             watch.check()
             self._check_variables()
             self._whale.copied.follow()
+            self._whale.of_loss.follow()
             local.check_beside()
             modes = watch.modes() if train else ()
             modes = modes if True in modes else ()
@@ -483,7 +484,8 @@ class Inner(NamedTuple):
     """The part of a parallel model that is not of the local one: ``leaves`` makes a batch by leaf name of the
     arguments of a step, ``arguments`` are the names of those of the local model's forward, ``local`` looks at that
     model, which a script may still have, ``variables`` are those of its loss, and of hooks and other functions on it,
-    that have something of it, ``copied`` are the objects of that model that reach some of it."""
+    that have something of it, ``copied`` are the objects of that model that reach some of it, ``of_loss`` those of its
+    loss."""
 
     engine: Engine
     watch: Watch
@@ -493,6 +495,7 @@ class Inner(NamedTuple):
     local: LocalWatch
     variables: Sequence[Variable]
     copied: CopiedObjects
+    of_loss: CopiedObjects
 
 
 def parallel_module(
@@ -503,6 +506,7 @@ def parallel_module(
     local: nn.Module,
     looks: Mapping[str, Tensor],
     variables: Sequence[Variable] = (),
+    objects: Sequence[tuple[Any, Any]] = (),
 ) -> ParallelModule:
     """The modules of a model over the tensors of an engine.
 
@@ -514,6 +518,7 @@ def parallel_module(
         local: the model that the script gave.
         looks: fingerprints of its tensors, by name, as far as they are known.
         variables: of its loss, and of hooks and other functions on it, that have something of it.
+        objects: of its loss, that have something of it, each with that of the template.
     """
     memo: dict[int, Any] = {}
     first = {id(tensor): name for name, tensor in [*template.named_parameters(), *template.named_buffers()]}
@@ -537,8 +542,9 @@ def parallel_module(
     hand_over_hooks(local, made)
     attributes = Attributes(made, sources)
     pairs = [(x, memo[known]) for known, x in held.apart.items() if known in memo]
-    copied = CopiedObjects(made, local, pairs, attributes.named)
-    made.__dict__["_whale"] = Inner(engine, watch, leaves, attributes, arguments, seen, variables, copied)
+    copied = CopiedObjects(made, (local,), pairs, attributes.named)
+    of_loss = CopiedObjects(template, (local, made), objects, attributes.named)
+    made.__dict__["_whale"] = Inner(engine, watch, leaves, attributes, arguments, seen, variables, copied, of_loss)
     found: ParallelModule = made
     return found
 

@@ -10,8 +10,9 @@ objects; no ranks and no steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from itertools import chain
 from sys import getrefcount
 from typing import Any, NamedTuple
@@ -30,8 +31,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _STANDARD = frozenset(nn.Module().__dict__)
 
-_LARGE = 1_000
-"""Number of entries from which on a list is not compared."""
+_LARGE = 10_000
+"""Number of attributes or entries from which on an object is not followed."""
 
 _MOST = 100_000
 """Objects that a model's attributes reach from which on others are copied."""
@@ -120,8 +121,8 @@ class CopiedObjects:
     changed in that of the parallel model. It keeps none of them alive.
 
     Args:
-        model: the parallel one.
-        local: the local one.
+        model: the one whose objects are followed up: the parallel one, or its template.
+        others: models whose modules and tensors stand for those of the same names: the local one, and the parallel one.
         copies: the objects of the local model, each with that of the parallel one.
         names: gives the names of an object's attributes that steps may read.
     """
@@ -129,22 +130,25 @@ class CopiedObjects:
     def __init__(
         self,
         model: nn.Module,
-        local: nn.Module,
+        others: Iterable[nn.Module],
         copies: Iterable[tuple[Any, Any]],
         names: Callable[[Any], Collection[str]],
     ) -> None:
         self._model = ref(model)
         self._places = {
             id(x): (ref(x), kind, path)
+            for other in others
             for kind in ("module", "parameter", "buffer")
-            for path, x in getattr(local, f"named_{kind}s")()
+            for path, x in getattr(other, f"named_{kind}s")()
         }
         self._names = names
         self._followed: list[_Followed] = []
-        for x, its in copies:
-            of = _kept(x)
-            for read in (_attributes, _slots, _entries, _items):
-                if of is not None and (table := read(x)) is not None:
+        pairs = [*copies]
+        ways = _ways_to([x for x, _ in pairs])
+        for x, its in pairs:
+            of = ways.get(id(x))
+            for read in _READERS:
+                if of is not None and (table := read(x)) is not None and len(table) < _LARGE:
                     self._followed.append(_Followed(of, its, read, len(table), self._tokens(x, read, table)))
 
     def of_copy(self, model: nn.Module, memo: Mapping[int, Any]) -> CopiedObjects:
@@ -180,9 +184,13 @@ class CopiedObjects:
     def _give(self, one: _Followed, owner: str, table: Mapping[Any, Any], names: Iterable[Any]) -> None:
         its = one.read(one.copy)
         if one.read is _items:
-            given = [self._its(x, its.get(place), owner, "an entry") for place, x in table.items()]
+            had = {token: its[place] for place, token in one.tokens.items() if place in its}
+            given = [
+                had[token] if (token := _token(x)) in had else self._its(x, None, owner, "an entry")
+                for x in table.values()
+            ]
             one.copy.clear()
-            one.copy.extend(given)
+            (one.copy.update if isinstance(one.copy, set) else one.copy.extend)(given)
             return
         for name in names:
             if one.read is _slots:
@@ -257,7 +265,10 @@ def _entries(x: Any) -> dict[Any, Any] | None:
 
 
 def _items(x: Any) -> dict[int, Any] | None:
-    return dict(enumerate(x)) if isinstance(x, (list, deque)) and len(x) < _LARGE else None
+    return dict(enumerate(x)) if isinstance(x, (list, deque, set)) else None
+
+
+_READERS: tuple[Callable[[Any], Any], ...] = (_attributes, _slots, _entries, _items)
 
 
 def _token(x: Any) -> Hashable:
@@ -268,12 +279,32 @@ def _token(x: Any) -> Hashable:
     return Identity(x) if type(x).__weakrefoffset__ else id(x)
 
 
-def _kept(x: Any) -> Callable[[], Any] | None:
-    """A function that gives an object while it is alive; None of one that could not be let go."""
-    try:
-        return ref(x)
-    except TypeError:
-        return None if _reaches_itself(x) else _Kept(x)
+def _ways_to(objects: Sequence[Any]) -> dict[int, Callable[[], Any]]:
+    """Functions that give objects while they are alive, by their identity; none for one that could not be let go."""
+    found: dict[int, Callable[[], Any]] = {}
+    for x in objects:
+        try:
+            found[id(x)] = ref(x)
+        except TypeError:
+            if not _reaches_itself(x):
+                found[id(x)] = _Kept(x)
+    own = {id(x) for x in objects}
+    waiting = [x for x in objects if id(x) in found]
+    while waiting:  # a list or a dict that reaches itself is found in an object that has it
+        x = waiting.pop()
+        for read in _READERS:
+            for name, part in (read(x) or {}).items():
+                if id(part) in own and id(part) not in found:
+                    found[id(part)] = partial(_part_of, found[id(x)], read, name, id(part))
+                    waiting.append(part)
+    return found
+
+
+def _part_of(of: Callable[[], Any], read: Callable[[Any], Any], name: Any, known: int) -> Any:
+    """An attribute or an entry of an object, while it is the known one."""
+    x = of()
+    part = (read(x) or {}).get(name) if x is not None else None
+    return part if id(part) == known else None
 
 
 class _Kept:
