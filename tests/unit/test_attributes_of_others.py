@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import queue
 import sys
@@ -10,7 +11,7 @@ from argparse import Namespace
 from array import array
 from collections import ChainMap, UserList, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
@@ -532,4 +533,48 @@ def test_what_is_put_into_a_namespace_is_looked_at(kind: str) -> None:
     twin, model = Rated(), whale.parallelize(Rated(), X, device="cpu")
     for change in (lambda: None, lambda: setattr(held, "rate", Rate(2.0)), lambda: setattr(held.rate, "value", 3.0)):
         change()
+        assert model.train_step(X).item() == pytest.approx(twin(X).item(), rel=1e-12)
+
+
+@dataclass
+class Data:
+    rate: float = 1.0
+
+
+class Aliased:
+    """A configuration with another name for an attribute, as those of transformers."""
+
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__("rate" if name == "speed" else name)
+
+
+WHOLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "vars": (lambda: SimpleNamespace(rate=1.0), lambda held: max(vars(held).values())),
+    "arguments": (lambda: Namespace(rate=1.0), lambda held: dict(**held.__dict__).popitem()[1]),
+    "asdict": (Data, lambda held: max(asdict(held).values())),
+    "fields": (Data, lambda held: max(getattr(held, field.name) for field in dataclasses.fields(held))),
+    "an alias": (Aliased, lambda held: held.speed),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_an_object_that_is_read_as_a_whole_is_looked_at_as_one(kind: str) -> None:
+    make, read = WHOLE[kind]
+    held = make()
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.held = nn.Linear(3, 3).double(), held
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x).sum() * read(self.held)
+
+    twin, model = Whole(), whale.parallelize(Whole(), X, device="cpu")
+    for rate in (1.0, 2.0, 3.0):
+        setattr(held, "ra" + "te", rate)
         assert model.train_step(X).item() == pytest.approx(twin(X).item(), rel=1e-12)

@@ -7,6 +7,7 @@ hold, and of what scripts define.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -46,6 +47,7 @@ class Named(NamedTuple):
         pieces: of names that are put together, as of ``getattr(self, f"layer{i}")``.
         stored: names of attributes that the code sets.
         classes: those of its modules and of objects that these hold, and others that the code names.
+        whole: whether it may read all attributes of an object of data at once, as ``vars`` and ``asdict`` do.
     """
 
     names: frozenset[str]
@@ -55,6 +57,7 @@ class Named(NamedTuple):
     pieces: frozenset[str]
     stored: frozenset[str]
     classes: tuple[type, ...]
+    whole: bool = False
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -81,6 +84,10 @@ _WRITTEN = "<string>"
 _BY_ANY_NAME = {"__dict__", "__getattribute__", "attrgetter", "vars"}
 """Names of what reads attributes whose names may be computed."""
 
+_WHOLE = {"__dict__", "vars"}
+_OF_DATACLASSES = (dataclasses.asdict, dataclasses.astuple, dataclasses.fields)
+"""Names by which all attributes of an object are read, and functions that read those of a dataclass."""
+
 _DEPTH, _LONG = 16, 10_000
 """Depth from which on what an object holds is not looked for, and number of elements from which on in a container."""
 
@@ -97,7 +104,7 @@ class _Search:
         self.objects: list[Any] = []
         self.classes: dict[type, None] = {}
         self.pieces, self.stored = set[str](), set[str]()
-        self._texts, self._computes_names = set[str](), False
+        self._texts, self._computes_names, self._reads_whole = set[str](), False, False
         self._by_name: dict[str, list[Any]] = {}
         self._held: dict[int, Any] = {}
         self._modules: dict[int, ModuleType] = {}
@@ -131,6 +138,7 @@ class _Search:
             frozenset(self.pieces),
             frozenset(self.stored),
             tuple(self.classes),
+            self._reads_whole,
         )
 
     def _hold(self, x: Any, depth: int = 0) -> None:
@@ -250,6 +258,7 @@ class _Search:
             self.pieces |= pieces - {""}
             self._computes_names |= own and "" in pieces
         self._computes_names |= own and bool(inside & _BY_ANY_NAME)
+        self._reads_whole |= own and _reads_whole(x)
         self.stored |= stored_by(x.__code__)
         if own and set(x.__dict__) - {"__wrapped__"}:
             self.objects.append(x)
@@ -292,6 +301,15 @@ def _attributes(x: Any) -> list[tuple[str, Any]]:
         with contextlib.suppress(AttributeError):  # it has no value
             found.append((name, object.__getattribute__(x, name)))
     return found
+
+
+def _reads_whole(x: FunctionType) -> bool:
+    """Whether a function reads all attributes of an object; one that Python calls for an attribute reads that alone."""
+    names = names_of(x.__code__)
+    known = {id(x.__globals__[name]) for name in names if name in x.__globals__}
+    by_module = id(dataclasses) in known and any(read.__name__ in names for read in _OF_DATACLASSES)
+    by_name = not x.__name__.startswith("__") and not _WHOLE.isdisjoint(names)
+    return by_name or by_module or any(id(read) in known for read in _OF_DATACLASSES)
 
 
 _CALLED = (FunctionType, MethodType, functools.partial, Bound, property, staticmethod, classmethod)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import is_dataclass
 from functools import cache, partial
 from itertools import chain
 from operator import is_, itemgetter
@@ -59,6 +60,7 @@ class Sources(NamedTuple):
     pieces: Collection[str] = ()
     stored: Collection[str] = ()
     classes: Collection[type] = ()
+    whole: bool = False
 
 
 class Changes(NamedTuple):
@@ -296,7 +298,7 @@ class Attributes:
                 names &= self._given.setdefault(id(x), frozenset(names)) | {*self.sources.names}
                 return sorted(names)
         own: type = type(x)
-        every = not isinstance(x, nn.Module) and _makes_names(own)
+        every = not isinstance(x, nn.Module) and (_makes_names(own) or (self.sources.whole and _is_of_data(own)))
         return sorted(names if every else filter(self._is_named, names))
 
     def _is_named(self, name: str) -> bool:
@@ -370,7 +372,7 @@ class Attributes:
         inside = isinstance(x, nn.Module)
         found: list[Callable[[], Iterable[Any]]] = [x._modules.values] if inside else []
         kind: type = type(x)
-        makes = not inside and _makes_names(kind)
+        makes = not inside and (_makes_names(kind) or (self.sources.whole and _is_of_data(kind)))
         slots = [name for name in slots_of(type(x)) if makes or self._is_named(name)]
         if slots:
             found.append(lambda: [held_under(x, name) for name in slots])
@@ -435,8 +437,16 @@ def _held_by(module: nn.Module) -> list[Any]:
 @cache
 def _makes_names(kind: Any) -> bool:
     """Whether attributes of objects of a class may be read by other names, as those of a `collections.UserDict` or of
-    a class with a ``__getattr__``."""
-    return any(base.__module__ == "collections" or "__getattr__" in vars(base) for base in kind.__mro__)
+    a class with a ``__getattr__``, or with aliases, as configurations of transformers."""
+    readers = {"__getattr__", "__getattribute__"}
+    return any(
+        base.__module__ == "collections" or readers & {*vars(base)} for base in kind.__mro__ if base is not object
+    )
+
+
+def _is_of_data(kind: type) -> bool:
+    """Whether objects of a class are read as a whole, as configurations are: dataclasses and namespaces."""
+    return is_dataclass(kind) or any(base.__module__ in ("types", "argparse") for base in kind.__mro__)
 
 
 def _place_of(x: Any) -> int:

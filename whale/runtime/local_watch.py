@@ -118,7 +118,7 @@ class LocalWatch:
     def __init__(
         self, root: nn.Module, sources: Sources, tensors: Mapping[str, Tensor], looks: Mapping[str, Tensor]
     ) -> None:
-        self._sources = Sources(sources.names, pieces=sources.pieces, stored=sources.stored)
+        self._sources = Sources(sources.names, pieces=sources.pieces, stored=sources.stored, whole=sources.whole)
         self._modules = _Modules(dict(root.named_modules()))
         self._held: list[_State] = []
         self._owners = _owners_of(root)
