@@ -356,7 +356,8 @@ class PlanSearch(Scoreboard):
             found = family.sequences(self.meshes, self.batch, schedule, one.pace, self.effort.near * near)
             promises = found.promises
             if not promises:
-                self._drop(family.name, f"no sequence of its meshes{self._allowed} fits in memory")
+                fits = "fits in memory" if near == inf else "that fits in memory comes near the best"
+                self._drop(family.name, f"no sequence of its meshes{self._allowed} {fits}")
                 self.lacking.append(_Lacking(family, family.micro_batches, schedule, 1.0))
             solved += near < inf or bool(promises)
             promising += [(own, found, place, family.micro_batches) for place, own in enumerate(promises)]

@@ -316,12 +316,15 @@ def test_a_copy_of_the_parallel_model_follows_a_trainer_too() -> None:
     assert losses[0] != pytest.approx(first)
 
 
-def test_a_trainer_and_a_dict_are_not_kept() -> None:
-    local = Trained("a dict")
-    gone = weakref.ref(local), weakref.ref(local.layers[0]), weakref.ref(local.options["trainer"])
+@pytest.mark.parametrize("kind", ["a dict", "of the model", "of its optimizer"])
+def test_a_trainer_does_not_keep_the_local_model(kind: str) -> None:
+    local = Trained(kind)
+    trainer = local.trainer or local.options["trainer"]
+    gone = weakref.ref(local), weakref.ref(local.layers[0]), weakref.ref(trainer)
     model: Any = whale.parallelize(local, X, device="cpu")
-    del local
-    model.train_step(X)
+    del local, trainer
+    for _ in range(3):
+        model.train_step(X)
     gc.collect()
     model.train_step(X)
     assert [x() for x in gone] == [None] * 3

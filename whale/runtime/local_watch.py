@@ -109,6 +109,7 @@ class LocalWatch:
         sources: what its code names.
         tensors: of the parallel model, by name; some are those of the local one.
         looks: fingerprints of its parameters, by name, as far as they are known.
+        is_held: whether some of its objects, as a trainer, may have it: what this holds of the model would keep it.
 
     Attributes:
         is_alive: whether the script may have some of it that is not of another model.
@@ -116,13 +117,20 @@ class LocalWatch:
     """
 
     def __init__(
-        self, root: nn.Module, sources: Sources, tensors: Mapping[str, Tensor], looks: Mapping[str, Tensor]
+        self,
+        root: nn.Module,
+        sources: Sources,
+        tensors: Mapping[str, Tensor],
+        looks: Mapping[str, Tensor],
+        *,
+        is_held: bool = False,
     ) -> None:
         self._sources = Sources(sources.names, pieces=sources.pieces, stored=sources.stored, whole=sources.whole)
         self._modules = _Modules(dict(root.named_modules()))
         self._held: list[_State] = []
         self._owners = _owners_of(root)
         self.is_alive, self.is_read = True, False
+        self._is_held, self._num_checks = is_held, 0
         self._tensors = {name: weakref.ref(x) for name, x in tensors.items()}
         self._beside: list[_Beside] = []
         for path, module in self._modules.named_modules():
@@ -153,6 +161,7 @@ class LocalWatch:
             UsageError: it was changed, and a step of the parallel model would compute something else if it had been
                 that; names what, and what to do instead.
         """
+        self._let_go()
         state = self._held[0] if self._held else self._left()
         alone = self._alone() if state is None or len(state.parameters) < len(self._known.parameters) else {}
         if state is None and not alone:
@@ -172,6 +181,13 @@ class LocalWatch:
             self._check_alone(alone)
             if state is not None:
                 self._check_modules(state, parallel, attributes, train=train)
+
+    def _let_go(self) -> None:
+        """Let Python free a model that has an object that has it, now and then, if the script has dropped it."""
+        self._num_checks += 1
+        if self._is_held and self._held and self._num_checks.bit_count() == 1:  # at a power of two
+            self._held.clear()
+            gc.collect()
 
     def check_beside(self) -> None:
         """Compare with other parallel models that train the same modules.

@@ -538,7 +538,7 @@ def parallel_module(
     arguments = frozenset(inspect.signature(type(template).forward).parameters)
     ranks = frozenset(range(engine.world.size))
     watch = Watch(made, freezes=all(ranks <= shard.parts.keys() for shard in engine.shards.values()))
-    seen = LocalWatch(local, sources, engine.tensors, looks)
+    seen = LocalWatch(local, sources, engine.tensors, looks, is_held=bool(held.apart))
     hand_over_hooks(local, made)
     attributes = Attributes(made, sources)
     pairs = [(x, memo[known]) for known, x in held.apart.items() if known in memo]
