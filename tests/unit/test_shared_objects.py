@@ -613,19 +613,21 @@ def test_a_list_that_a_script_shares_with_its_model_keeps_what_reaches_the_model
             torch.manual_seed(0)
             self.linear = nn.Linear(3, 2).double()
             self.groups: list[Any] = [(self.linear, 1.0)]
+            self.mixed: list[Any] = [self.linear, slice(0, 2), 1.0, self.linear.weight, nn.Sequential()]
 
         def forward(self, x: Tensor) -> Tensor:
             scaled = [(self.linear if layer is None else layer)(x) * scale for layer, scale in self.groups]
-            return torch.stack(scaled).square().sum()
+            return torch.stack(scaled).square().sum() * self.mixed[2] + self.mixed[0](x)[self.mixed[1]].sum()
 
     local, twin = Groups(), Groups()
-    groups = local.groups
+    groups, mixed = local.groups, local.mixed
     model: Any = whale.parallelize(local, X, device="cpu")
     del local
     for entry in ((None, 2.0), (None, 0.5)):
         groups.append(entry)
         twin.groups.append(entry)
         assert model.train_step(X).item() == pytest.approx(twin(X).item(), rel=1e-12)
-    for groups_of in (groups, twin.groups):
+    for groups_of, mixed_of in ((groups, mixed), (twin.groups, twin.mixed)):
         del groups_of[1:]
+        mixed_of[1:3] = [slice(1, 4), 3.0]
     assert model.train_step(X).item() == pytest.approx(twin(X).item(), rel=1e-12)

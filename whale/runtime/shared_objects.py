@@ -184,17 +184,18 @@ class CopiedObjects:
     def _give(self, one: _Followed, owner: str, table: Mapping[Any, Any], names: Iterable[Any]) -> None:
         its = one.read(one.copy)
         if one.read is _items:
-            had = {token: its[place] for place, token in one.tokens.items() if place in its}
+            objects = ((token, place) for place, token in one.tokens.items() if not isinstance(token, tuple))
+            had = {token: its[place] for token, place in objects if place in its}
             given = [
-                had[token] if (token := _token(x)) in had else self._its(x, None, owner, "an entry")
-                for x in table.values()
+                had[token] if token in had else self._its(x, None, owner, "an entry")
+                for x, token in [(x, None if isinstance(x, _PLAIN) else _token(x)) for x in table.values()]
             ]
             one.copy.clear()
             (one.copy.update if isinstance(one.copy, set) else one.copy.extend)(given)
             return
         for name in names:
             if one.read is _slots:
-                setattr(one.copy, name, self._its(table[name], its[name], owner, name))
+                object.__setattr__(one.copy, name, self._its(table[name], its[name], owner, name))  # it may be frozen
             elif name in table:
                 its[name] = self._its(table[name], its.get(name), owner, name)
             else:
