@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -224,7 +225,7 @@ def train_two_models_with_one_module(world: World, layout: str, updates: str) ->
     for model, name in zip(models, ("first", "second"), strict=True):
         if name in updates:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return [refusal(lambda model=model: model.train_step(torch.ones(2, 8))) for model in models]  # type: ignore[misc]
+    return [refusal(partial(model.train_step, torch.ones(2, 8))) for model in models]
 
 
 OF_TWO = "weight is of a module that another parallel model trains too, and that has updated its own copy"
