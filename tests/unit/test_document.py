@@ -1,11 +1,11 @@
 """Strict reading: the lines of keys, the limits, and what TOML and YAML would let through."""
 
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.work import counted_calls
 from whale.errors import InputFileError, UsageError
 from whale.ir.document import Format, parse_document, read_document
 from whale.ir.json_text import format_json
@@ -182,10 +182,8 @@ def test_a_format_that_is_unknown_is_refused() -> None:
     ],
     ids=["brackets", "dots", "arrays", "tables", "maps", "too large"],
 )
-def test_files_made_to_exhaust_the_reader_are_refused_quickly(text: str, format: Format) -> None:
-    start = time.process_time()
-    error_of(text, format)
-    assert time.process_time() - start < 2
+def test_files_made_to_exhaust_the_reader_are_refused_with_little_work(text: str, format: Format) -> None:
+    assert counted_calls(lambda: error_of(text, format))[1] < 2_000_000
 
 
 def test_a_file_is_read_by_its_suffix(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rows import Shares, chain_of, rows_edge
+from tests.work import counted_calls
 from whale.errors import ScheduleError
 from whale.ir.check import CollectiveCall, check_collectives, check_edges, check_programs
 from whale.ir.program import (
@@ -337,7 +337,7 @@ def test_a_rank_outside_of_its_own_group_is_found() -> None:
         check_collectives({2: [call("a", 0, 1)]})
 
 
-def test_a_thousand_ranks_are_checked_in_seconds() -> None:
+def test_a_thousand_ranks_are_checked_with_little_work() -> None:
     """8 stages of 128 ranks with uneven shares and 16 micro-batches, and 200 collectives on each rank."""
     num_stages, width, micro_batches = 8, 128, 16
     shares = [
@@ -346,8 +346,10 @@ def test_a_thousand_ranks_are_checked_in_seconds() -> None:
     ]
     stages, edges, reduces = chain_of(shares)
     order = schedule_order("1f1b", num_stages, micro_batches)
-    begin = time.process_time()
-    check_programs(project(order, stages, edges, reduces), stages, edges, reduces, peak_in_flight(order))
     groups = [tuple(range(first, first + 8)) for first in range(0, num_stages * width, 8)]
-    check_collectives({rank: [call(f"n{i}", *group) for i in range(200)] for group in groups for rank in group})
-    assert time.process_time() - begin < 10
+
+    def check() -> None:
+        check_programs(project(order, stages, edges, reduces), stages, edges, reduces, peak_in_flight(order))
+        check_collectives({rank: [call(f"n{i}", *group) for i in range(200)] for group in groups for rank in group})
+
+    assert counted_calls(check)[1] < 16_000_000

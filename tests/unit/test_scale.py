@@ -1,12 +1,11 @@
-"""Compiling and checking for a thousand ranks in one process: in seconds, and without making a parameter.
+"""Compiling and checking for a thousand ranks in one process: in work that seconds suffice for, without parameters.
 
-Bounds are in seconds of this process's own time, so that a busy machine does not break them.
+Bounds are in function calls, a million to some tenths of a second; `benchmarks/lowering_175b.py` has the seconds.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.work import counted_calls
 from whale.compile.compilation import Compilation
 from whale.errors import ScheduleError
 from whale.ir.check import CollectiveCall
@@ -34,13 +34,11 @@ def benchmark() -> ModuleType:
 
 
 @cache
-def large() -> tuple[Compilation, float]:
-    """24 layers on 8 stages of 16 replicas of 8 ranks, and the seconds it took."""
-    begin = time.process_time()
+def large() -> tuple[Compilation, int]:
+    """24 layers on 8 stages of 16 replicas of 8 ranks, and the function calls it took."""
     sizes = {"layers": 24, "hidden": 1024, "heads": 16, "vocabulary": 51200, "length": 1024}
     model = benchmark().annotated(8, 16, 8, **sizes)
-    compilation: Compilation = benchmark().compiled(model, RANKS, 16 * 16, 1024, 16)
-    return compilation, time.process_time() - begin
+    return counted_calls(lambda: benchmark().compiled(model, RANKS, 16 * 16, 1024, 16))
 
 
 @pytest.fixture
@@ -61,16 +59,15 @@ def calls_of(compilation: Compilation, stage: int, rank: int = 0) -> StageCalls:
     )
 
 
-def test_a_thousand_ranks_are_compiled_in_seconds() -> None:
-    compilation, seconds = large()
+def test_a_thousand_ranks_are_compiled_with_little_work() -> None:
+    compilation, calls = large()
     assert len(compilation.stages) == 8 and {len(s.mesh.ranks) for s in compilation.stages} == {128}
-    assert seconds < 20
+    assert calls < 8_000_000
 
 
-def test_programs_and_collectives_of_a_thousand_ranks_are_proved_in_ten_seconds(compilation: Compilation) -> None:
-    begin = time.process_time()
-    text = compilation.check(77, RNGPosition(0))
-    assert time.process_time() - begin < 10
+def test_programs_and_collectives_of_a_thousand_ranks_are_proved_with_little_work(compilation: Compilation) -> None:
+    text, calls = counted_calls(lambda: compilation.check(77, RNGPosition(0)))
+    assert calls < 25_000_000
     assert text.count("all_reduce") > 8 * 6 and "stage 7" in text
 
 
