@@ -19,8 +19,9 @@ from torch import Tensor, fx, nn
 from whale.errors import InfeasibleError, UsageError
 from whale.graph.capture import Batch, Captured, batch_leaves, capture, copy_of, mark_gradients
 from whale.graph.chain import LayerChain, chain_of
-from whale.graph.copies import function_of_copy, model_copy
+from whale.graph.copies import model_copy
 from whale.graph.identity import model_hash
+from whale.graph.loss_copies import function_of_copy
 from whale.graph.masks import recognize_masks
 from whale.graph.ordering import settle_order
 from whale.graph.origins import module_of

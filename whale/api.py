@@ -41,7 +41,8 @@ from whale.errors import AnnotationError, PlanMismatchError, UsageError
 from whale.graph.capture import batch_leaves, batch_rows
 from whale.graph.capture_checks import check_hooks, check_modules
 from whale.graph.code_names import names_in_code
-from whale.graph.copies import function_of_copy, mark_read_by_loss, model_copy
+from whale.graph.copies import model_copy
+from whale.graph.loss_copies import function_of_copy, mark_read_by_loss
 from whale.graph.precision import LOW_PRECISIONS, autocast_around
 from whale.ir.cluster import Cluster
 from whale.ir.garbage import without_collections

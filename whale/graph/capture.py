@@ -28,14 +28,16 @@ from whale.errors import UsageError
 from whale.graph.canonical import DRAWS, canonicalize, functional, inline_regions
 from whale.graph.capture_checks import check_batch, check_constant, check_dtypes, check_hooks, check_static
 from whale.graph.capture_errors import capture_error
-from whale.graph.copies import function_of_copy, model_copy, places_of, reading
+from whale.graph.copies import model_copy, reading
 from whale.graph.custom_functions import checking_functions
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
+from whale.graph.loss_copies import function_of_copy
 from whale.graph.losses import any_sum, pick_loss
 from whale.graph.nodes import inner_modules, node_copy
 from whale.graph.numbers import numbers_to_tensors
 from whale.graph.origins import SourceLine, located, modules_around, place_of_forward, place_of_node
 from whale.graph.precision import Autocast, under_autocast, write_casts
+from whale.graph.rebinding import places_of
 from whale.graph.refusing import refusing
 from whale.graph.repeats import Repeats
 from whale.graph.structure import Structure

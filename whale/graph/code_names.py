@@ -21,8 +21,8 @@ from weakref import ref
 from torch import Tensor, nn
 
 from whale.graph.bytecode import globals_of, imported_by, names_of, pieces_of, stored_by, words_of
-from whale.graph.copies import Bound
 from whale.graph.reach import PLAIN, REACHED, STATELESS, STATELESS_CLASSES, package_of
+from whale.graph.rebinding import Bound
 from whale.ir.objects import slots_of
 
 __all__ = ["Named", "hooks_of", "names_in_code"]

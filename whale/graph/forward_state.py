@@ -28,10 +28,11 @@ from torch.utils import _pytree as pytree
 
 from whale.errors import UsageError
 from whale.graph.code_names import Named, hooks_of, names_in_code
-from whale.graph.copies import READ_BY_LOSS
+from whale.graph.loss_copies import READ_BY_LOSS
 from whale.graph.nodes import inner_modules
 from whale.graph.origins import SourceLine, is_model, located, place_of_frame, place_of_node
 from whale.graph.reach import REACHED, WATCHES, Reach, Same, untraced
+from whale.ir.objects import FORWARD_HOOKS
 
 __all__ = ["Listing", "Steadiness", "graph_listing"]
 
@@ -100,7 +101,8 @@ class State:
         """Whether the loss has, by itself, an object that an attribute, or a hook, of the script's model has."""
         for path, module in self.model.named_modules():
             names = vars(module).get(READ_BY_LOSS, frozenset())
-            if (path == kept.path and kept.name in names) or (kept.name == _of_hook(path) and names & _HOOKS):
+            of_hook = kept.name == _of_hook(path) and not names.isdisjoint(FORWARD_HOOKS)
+            if of_hook or (path == kept.path and kept.name in names):
                 return True
         return False
 
@@ -148,7 +150,6 @@ class State:
 
 
 _TABLES = frozenset(nn.Module().__dict__) - {"training"}
-_HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 _OF_LOSS = "what loss_fn reaches"
 
 

@@ -18,9 +18,22 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Genera
 from typing import Any, NamedTuple, TypeVar
 from weakref import CallableProxyType, ProxyType, WeakMethod, proxy, ref
 
-__all__ = ["CopiedFunction", "Variable", "deep_copy", "held_under", "part_of", "parts_of", "slots_of"]
+__all__ = [
+    "FORWARD_HOOKS",
+    "CopiedFunction",
+    "Variable",
+    "deep_copy",
+    "held_under",
+    "part_of",
+    "parts_of",
+    "reached",
+    "slots_of",
+]
 
 T = TypeVar("T")
+
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""Attributes of modules: the tables of the hooks that their forwards call."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range)
 _ATOMS = (type, FunctionType, BuiltinFunctionType, ModuleType, CodeType, FrameType, GeneratorType, ref)
@@ -182,6 +195,18 @@ def parts_of(x: Any) -> list[Any] | None:
     if not isinstance(x, _CONTAINERS) and held is None and not names:  # of a class in C, as an iterator
         return [part for part in get_referents(x) if not isinstance(part, type)]
     return found + [held_under(x, name) for name in names]
+
+
+def reached(roots: Iterable[Any], parts: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """Objects and all that they reach, each once; *parts* gives those of one, none where the way ends."""
+    seen: dict[int, Any] = {}  # what is made by a look at another object would leave its identity to others
+    waiting = [*roots]
+    while waiting:
+        x = waiting.pop()
+        if id(x) not in seen:
+            seen[id(x)] = x
+            yield x
+            waiting += parts(x)
 
 
 def _is_plain(x: Any) -> bool:

@@ -22,7 +22,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor, nn
 
-from whale.ir.objects import CopiedFunction, deep_copy, held_under, slots_of
+from whale.ir.objects import FORWARD_HOOKS, CopiedFunction, deep_copy, held_under, slots_of
 
 __all__ = ["Attributes", "Changes", "Identity", "Sources", "Tokens"]
 
@@ -40,8 +40,6 @@ _LARGE_ARRAY = 1 << 20
 _LARGE, _DEEP = 10_000, 16
 """Number of elements from which on a container, and depth from which on an object, is not looked into."""
 
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 _Name = tuple[str, str | int]
 """An owner, as a module by its path, and the name of its attribute; or its table of hooks, and the number of one."""
@@ -108,7 +106,7 @@ class Changes(NamedTuple):
 def _table_of(model: nn.Module, owner: str) -> dict[Any, Any]:
     """The attributes of a module of a model, or its hooks of a kind."""
     path, _, kind = owner.rpartition(":")
-    return getattr(model.get_submodule(path), kind) if kind in _HOOKS else model.get_submodule(owner).__dict__
+    return getattr(model.get_submodule(path), kind) if kind in FORWARD_HOOKS else model.get_submodule(owner).__dict__
 
 
 def _full_name(owner: str, name: str | int) -> str:
@@ -271,7 +269,7 @@ class Attributes:
         modules = self._modules
         for path, module in modules.items():
             yield path, module.__dict__, self.named(module)
-            for hooks in _HOOKS:
+            for hooks in FORWARD_HOOKS:
                 if held := getattr(module, hooks):
                     yield f"{path}:{hooks}", held, list(held)
         bases = (base for module in modules.values() for base in type(module).__mro__)
@@ -430,7 +428,7 @@ class Attributes:
 
 def _held_by(module: nn.Module) -> list[Any]:
     """The tensors and hooks of a module."""
-    tables = (module._parameters, module._buffers, *(getattr(module, hooks) for hooks in _HOOKS))
+    tables = (module._parameters, module._buffers, *(getattr(module, hooks) for hooks in FORWARD_HOOKS))
     return [x for table in tables for x in table.values() if x is not None]
 
 

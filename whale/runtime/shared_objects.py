@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import UsageError
-from whale.ir.objects import held_under, part_of, parts_of, slots_of
+from whale.ir.objects import FORWARD_HOOKS, held_under, part_of, parts_of, reached, slots_of
 from whale.runtime.attributes import Identity
 
 __all__ = ["CopiedObjects", "SharedObjects", "shared_objects"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch.device, torch.dtype, torch.Size)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _STANDARD = frozenset(nn.Module().__dict__)
 
 _LARGE = 10_000
@@ -102,7 +101,7 @@ def _reaching(apart: Iterable[int], holders: Mapping[int, Collection[int]]) -> s
 def _pairs_of(module: nn.Module, other: nn.Module) -> Iterator[tuple[Any, Any]]:
     """The attributes and hooks of a module, each with that of a copy of it."""
     tables = [(vars(module), vars(other))]
-    tables += [(getattr(module, name), getattr(other, name)) for name in _HOOKS]
+    tables += [(getattr(module, name), getattr(other, name)) for name in FORWARD_HOOKS]
     for table, copies in tables:
         for name, x in table.items():
             if name not in _STANDARD and name in copies:
@@ -225,17 +224,13 @@ class CopiedObjects:
         """Whether an object reaches nothing of the local model that is not the parallel one's too."""
         model = self._model()
         own = chain(model.modules(), model.parameters(), model.buffers()) if model is not None else ()
-        seen = set(map(id, own))
-        waiting = [x]
-        while waiting:
-            part = waiting.pop()
-            if isinstance(part, _PLAIN) or id(part) in seen:
-                continue
-            if self._is_local(part) or len(seen) > _MOST:
-                return False
-            seen.add(id(part))
-            waiting += parts_of(part) or ()
-        return True
+        parallel = set(map(id, own))
+
+        def parts(one: Any) -> Iterable[Any]:
+            return () if id(one) in parallel else parts_of(one) or ()
+
+        objects = enumerate(reached([x], parts))
+        return not any(number > _MOST or (self._is_local(one) and id(one) not in parallel) for number, one in objects)
 
     def _tokens(self, x: Any, read: Callable[[Any], Any], table: Mapping[Any, Any]) -> dict[Any, Hashable]:
         names = self._names(x) if read is _attributes else table
@@ -321,13 +316,5 @@ class _Kept:
 
 
 def _reaches_itself(x: Any) -> bool:
-    seen: set[int] = set()
-    waiting = [x]
-    while waiting:
-        for part in parts_of(waiting.pop()) or ():
-            if part is x or len(seen) > _MOST:
-                return True
-            if not isinstance(part, _PLAIN) and id(part) not in seen:
-                seen.add(id(part))
-                waiting.append(part)
-    return False
+    objects = enumerate(reached(parts_of(x) or (), lambda part: parts_of(part) or ()))
+    return any(part is x or number > _MOST for number, part in objects)
