@@ -371,6 +371,7 @@ def parallelize(
         loss_fn=loss_fn,
         promote=options.promote,
         precision=options.precision,
+        values=(lambda name: None) if sync_module_states else dict(model.named_buffers(remove_duplicate=False)).get,
     )
     least = {"recompute": recompute == "auto", "zero": zero == "auto", "shares": state_shares == "auto"}
     least |= {"offload": hosted == "auto"}

@@ -145,7 +145,9 @@ def _source(*of: Any) -> str:
 
 
 def _key_of_call(model: nn.Module, batch: Any, options: Mapping[str, Any]) -> Hashable:
-    """All that a trace depends on, besides annotations of modules; None where it cannot be compared."""
+    """All that a trace depends on, besides annotations of modules and, where its forward makes tensors once, the values
+    of buffers; None where it cannot be compared."""
+    options = {name: x for name, x in options.items() if name != "values"}
     modes = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.get_default_dtype()
     try:
         return None if _get_current_dispatch_mode_stack() else _key((_Of(model), batch_leaves(batch), options, modes))
@@ -168,6 +170,8 @@ def traced_once(model: nn.Module, batch: Any, **options: Any) -> Traced:
         again = found.stages(scopes)
         if (again.stages, again.scopes) != (found.annotated.stages, found.annotated.scopes):
             return found  # not all its annotations are marks of modules
+        if found.captured.made:
+            return found
         _traces[key] = found
     return replace(_traces[key], annotated=_traces[key].stages(scopes))
 
@@ -198,7 +202,7 @@ def captured_once(model: nn.Module, batch: Any, **options: Any) -> Captured:
             return graph
         graph = capture(model, batch, **options)
         marked = recorded_scopes(graph) == scopes_by_module(module_paths(graph, model), scopes)
-        file.write(_bytes(graph) if marked else b"")
+        file.write(_bytes(graph) if marked and not graph.made else b"")
     return graph
 
 

@@ -27,6 +27,7 @@ from whale.compile.unread import check_places, forms_of_unread
 from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
 from whale.graph.copies import variables_of
+from whale.graph.made_once import Attribute, write_made
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster
@@ -117,7 +118,8 @@ class Builder:
         self.loss_group: Any = None
         self.host_group: Any = None
         self.first: Compilation | None = None
-        self.any_size = AnySize(lambda number: ints_of_all(world, number, "the comparison of compiled steps"))
+        self.made_first: Mapping[Attribute, Any] = {}
+        self.any_size = self._no_sizes()
         self.shards: dict[str, Shard] = {}
         self.layouts: dict[str, tuple[int, ...]] = {}
         self.segments = kernels_of_inductor() if options.compile else None
@@ -143,7 +145,7 @@ class Builder:
         """
         model, world = self.model, self.world
         assert model is not None
-        self.first = compilation
+        self.first, self.made_first = compilation, compilation.captured.made
         self.rows = compilation.rows[0]
         shards = compilation.shards()
         named = dict(model.named_parameters())
@@ -225,11 +227,14 @@ class Builder:
         objects = of_loss.objects if of_loss is not None else ()
         return parallel_module(self.template, engine, _leaves, self.sources, model, looks, variables, objects)
 
+    def _no_sizes(self) -> AnySize:
+        return AnySize(lambda number: ints_of_all(self.world, number, "the comparison of compiled steps"))
+
     def _learn(self, kind: Kind, batch: Mapping[str, Any], placed: PlacedStep) -> None:
         """Let a compiled step be one of those from which steps for other sizes are made. All ranks must call it."""
 
         def trace_other(batch: Mapping[str, Any]) -> Traced:
-            return self._trace(batch, kind.modes, kind.returns, kind.numbers)
+            return self._trace(batch, kind.modes, kind.returns, kind.numbers, {})
 
         def place_like(compilation: Compilation, traced: Traced) -> PlacedStep | None:
             found = placed_like(compilation, traced, rows_of(traced, self.options, self.rows))
@@ -297,21 +302,29 @@ class Builder:
         tensors: Mapping[str, Tensor],
         returns: Returns,
         numbers: Collection[str],
+        has_run: bool,
     ) -> CompiledStep:
         """A step for batches of another signature, for modules in other modes or with other attributes, or that returns
-        something else; parameters stay where they are. It takes *numbers* as tensors, if the model can."""
+        something else; parameters stay where they are. It takes *numbers* as tensors, if the model can. Where no step
+        *has_run*, what the forward made for the example batch is forgotten."""
         kind: Kind | None = Kind(modes, returns, changes.key, tuple(numbers))
         varying = {name: _ANY_NUMBER if name in numbers else leaf for name, leaf in batch.items()}
         made = self.any_size.step(kind, varying)
         if made is not None:
             return replace(self._assemble(made, tensors), numbers=tuple(numbers), is_made=True)
+        if has_run:
+            write_made(self.template, self.made_first)
         changes.write(self.template)
         try:
-            compilation = self._compiled(batch, modes, returns, numbers)
+            compilation = self._compiled(batch, modes, returns, numbers, tensors)
         except CaptureError:  # where it is not for the numbers, the same is raised again
             if not numbers:
                 raise
-            compilation, numbers, kind = self._compiled(batch, modes, returns, ()), (), None
+            compilation, numbers, kind = self._compiled(batch, modes, returns, (), tensors), (), None
+        is_last = write_made(self.template, compilation.captured.made) or bool(self.made_first and not has_run)
+        self.made_first = {}
+        if is_last:
+            self.any_size = self._no_sizes()
         needed = compilation.shards()
         check_places(needed, self.shards)
         for name, shard in needed.items():
@@ -325,14 +338,20 @@ class Builder:
         data = self._rank_step(compilation)
         if kind is not None:
             self._learn(kind, varying, PlacedStep(compilation, data))
-        return replace(self._assemble(self._with_kernels(data, tensors, batch), tensors), numbers=tuple(numbers))
+        step = self._assemble(self._with_kernels(data, tensors, batch), tensors)
+        return replace(step, numbers=tuple(numbers), is_last=is_last)
 
     def _compiled(
-        self, batch: Mapping[str, Any], modes: Modes, returns: Returns, numbers: Collection[str]
+        self,
+        batch: Mapping[str, Any],
+        modes: Modes,
+        returns: Returns,
+        numbers: Collection[str],
+        tensors: Mapping[str, Tensor],
     ) -> Compilation:
         assert self.first is not None
         return compile_traced(
-            self._trace(batch, modes, returns, numbers),
+            self._trace(batch, modes, returns, numbers, tensors),
             self.cluster,
             self.options,
             device=self.world.device,
@@ -342,7 +361,14 @@ class Builder:
             on_host=self.first.tables_on_host,
         )
 
-    def _trace(self, batch: Mapping[str, Any], modes: Modes, returns: Returns, numbers: Collection[str]) -> Traced:
+    def _trace(
+        self,
+        batch: Mapping[str, Any],
+        modes: Modes,
+        returns: Returns,
+        numbers: Collection[str],
+        tensors: Mapping[str, Tensor],
+    ) -> Traced:
         return trace(
             self.template,
             batch,
@@ -354,6 +380,7 @@ class Builder:
             precision=self.options.precision,
             returns=returns,
             numbers=numbers,
+            values=tensors.get,
         )
 
     def _rank_step(self, compilation: Compilation) -> RankStep:

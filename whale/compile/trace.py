@@ -129,6 +129,7 @@ def trace(
     returns: Returns = "loss",
     numbers: Collection[str] = (),
     precision: str | None = None,
+    values: Callable[[str], torch.Tensor | None] | None = None,
 ) -> Traced:
     """Trace the loss of *model* for batches like *batch*.
 
@@ -142,6 +143,7 @@ def trace(
         promote: turn casts to float32 inside the model into casts to float64.
         numbers: leaves of the batch, of type float, that the step takes as tensors.
         precision: ``bf16`` or ``fp16``: that in which ``torch.autocast`` lets it compute.
+        values: gives a buffer by its name, where the model's has no data; without it they have any.
         returns: what a step returns. For outputs alone the sum of one of them is in the place of the loss.
 
     Raises:
@@ -154,6 +156,7 @@ def trace(
         module.training = mode
     dtype = LOW_PRECISIONS.get(precision or "")
     options: dict[str, Any] = {"loss_fn": loss_fn, "promote": promote, "returns": returns, "numbers": numbers}
+    options["values"] = values
     captured = capture(model, batch, device=device, precision=dtype, **options)
     written_out = write_out_composites(captured.graph, lambda node: not rule_of(node).opaque)
     recognize_masks(captured)

@@ -24,7 +24,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from whale.annotations import NODE_KEY, enter_module, module_scopes, recording
-from whale.errors import UsageError
+from whale.errors import CaptureError, UsageError
 from whale.graph.canonical import DRAWS, canonicalize, functional, inline_regions
 from whale.graph.capture_checks import check_batch, check_constant, check_dtypes, check_hooks, check_static
 from whale.graph.capture_errors import capture_error
@@ -33,6 +33,7 @@ from whale.graph.custom_functions import checking_functions
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.loss_copies import function_of_copy
 from whale.graph.losses import any_sum, pick_loss
+from whale.graph.made_once import Attribute, buffers_made, set_made_buffers, write_made
 from whale.graph.nodes import inner_modules, node_copy
 from whale.graph.numbers import numbers_to_tensors
 from whale.graph.origins import SourceLine, located, modules_around, place_of_forward, place_of_node
@@ -61,6 +62,7 @@ class Captured:
     loss (any number, if the model returned none: not ``has_loss``) followed by the new values of the buffers in
     ``mutated``, and the tensors of ``structure``, that of the model's output, where it is wanted. ``stage_regions`` are
     those of annotated modules, whether they run or not, and of ``with`` statements, whether they compute or not.
+    ``made`` are attributes as the first forward leaves them, with which it was captured.
     """
 
     graph: fx.Graph
@@ -74,6 +76,7 @@ class Captured:
     aliases: dict[str, str] = field(default_factory=dict)
     stage_regions: tuple[str, ...] = ()
     written: tuple[tuple[str, SourceLine | None], ...] = ()
+    made: Mapping[Attribute, Any] = field(default_factory=dict)
 
     @property
     def new_values(self) -> dict[str, Value]:
@@ -128,6 +131,7 @@ class _Found:
 
     structure: Structure | None = None
     has_loss: bool = True
+    buffers: Mapping[Attribute, torch.Tensor] = field(default_factory=dict)
 
 
 class _Loss(nn.Module):
@@ -181,7 +185,7 @@ class _Loss(nn.Module):
         self.found.has_loss = loss is not None
         if loss is None:
             loss = any_sum(tensors)
-        _write_replaced(held)
+        self.found.buffers = _write_replaced(held)
         for check in self.checks:
             check()
         return loss if self.returns == "loss" else (loss, *tensors)
@@ -209,18 +213,28 @@ def _loss_of(loss_fn: Callable[..., Any], output: Any, batch: Any) -> Any:
         ) from error
 
 
-def _write_replaced(held: Mapping[str, tuple[nn.Module, Mapping[str, torch.Tensor | None]]]) -> None:
-    """Copy replaced buffers into the original ones: torch.export handles replacement in the root module only.
+def _write_replaced(
+    held: Mapping[str, tuple[nn.Module, Mapping[str, torch.Tensor | None]]],
+) -> dict[Attribute, torch.Tensor]:
+    """Copy replaced buffers into the original ones: torch.export handles replacement in the root module only. Returns
+    those that were none, or that a forward had made, and that are others now.
 
     Raises:
         CaptureError: the new one is of another shape or dtype, at the line of the module's forward.
     """
+    known = {(path, name) for path, name, _ in buffers_made(held[""][0])}
     replaced = [
         (path, module, name, old, module._buffers.get(name))
         for path, (module, buffers) in held.items()
         for name, old in buffers.items()
-        if old is not None and module._buffers.get(name) is not old
+        if old is not None and module._buffers.get(name) is not old and (path, name) not in known
     ]
+    found = {
+        Attribute(path, name, True): x
+        for path, (module, buffers) in held.items()
+        for name, x in module._buffers.items()
+        if x is not None and x is not buffers.get(name) and (buffers.get(name) is None or (path, name) in known)
+    }
     for module, buffers in held.values():
         module._buffers.update(buffers)
     for path, module, name, old, new in replaced:
@@ -234,6 +248,7 @@ def _write_replaced(held: Mapping[str, tuple[nn.Module, Mapping[str, torch.Tenso
                 place_of_forward(module),
             )
         old.copy_(new.detach())
+    return found
 
 
 def _accepted(model: nn.Module, num_args: int, kwargs: Mapping[str, Any]) -> tuple[int, list[str]]:
@@ -296,6 +311,7 @@ def _duplicate(
     loss_fn = loss_fn and function_of_copy(loss_fn, model, duplicate)
     _register_plain(duplicate)
     _without_caches(duplicate)
+    set_made_buffers(duplicate)
     wrap_annotated(duplicate)
     return duplicate, loss_fn
 
@@ -330,12 +346,15 @@ def capture(
     returns: Returns = "loss",
     numbers: Collection[str] = (),
     precision: torch.dtype | None = None,
+    values: Callable[[str], torch.Tensor | None] | None = None,
 ) -> Captured:
     """Capture the loss of *model* on a batch of these shapes, or what else a step *returns*.
 
     With a *precision* it is captured as it computes under ``torch.autocast`` with this dtype.
     *promote* turns casts to float32 inside the model into casts to float64 (for comparisons in float64). The leaves
     *numbers*, of type float, become tensors without dims; that fails where the model does more than compute with one.
+    *values* gives a buffer of the model by its name, of which the first forward may make what later ones read; without
+    it those that have no data have any.
     Raises :class:`CaptureError` with the user's file and line where the model cannot be captured.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -348,9 +367,21 @@ def capture(
     leaves = {name: torch.tensor(leaf, dtype=torch.float64) if name in given else leaf for name, leaf in leaves.items()}
     fakes = fake_batch(leaves, mode, device)
     found = _Found()
+    own = dict(model.named_buffers(remove_duplicate=False))
+
+    def value_of(name: str) -> torch.Tensor | None:
+        x = None if values is None else values(name)
+        x = own.get(name) if x is None else x
+        return torch.zeros_like(x, device=device) if values is None and x is not None and x.is_meta else x
+
+    made: dict[Attribute, Any] = {}
+    made_buffers: dict[Attribute, torch.Tensor] = {}
 
     def duplicated() -> tuple[nn.Module, LossFn | None]:
-        return _duplicate(model, mode, device, loss_fn)
+        duplicate, loss = _duplicate(model, mode, device, loss_fn)
+        write_made(duplicate, made)
+        set_made_buffers(duplicate)
+        return duplicate, loss
 
     def root_of(
         duplicate: nn.Module,
@@ -388,7 +419,7 @@ def capture(
                 checks = [repeats.check] if repeats is not None else []
                 steadiness = Steadiness(duplicate, loss)
                 with steadiness.observing():
-                    program = export(root_of(duplicate, loss, *checks, steadiness.end))
+                    program = export(root_of(duplicate, loss, *checks, lambda: steadiness.end(found.buffers)))
                 if repeats is not None:
                     repeats.finish(program.graph)
                 if given:
@@ -400,8 +431,16 @@ def capture(
             if steadiness.kept_something and copying:
                 first = steadiness, listings[0]
             elif steadiness.kept_something:
-                root = root_of(duplicate, loss, steadiness.end)
-                steadiness.check(program.graph, lambda: exported_again(root), run)
+                left = steadiness.made_once(program, lambda name: value_of(name.removeprefix("model.")))
+                root = root_of(duplicate, loss, lambda: steadiness.end(found.buffers))
+                try:
+                    steadiness.check(program.graph, lambda: exported_again(root), run)
+                except CaptureError:
+                    if not left or not made.keys().isdisjoint(left):
+                        raise
+                    made.update(left)
+                    listings.clear()
+                    return exported(copying=not _has_values(model))
                 steadiness.leave(model)
             _check_constants(program, model)
             _merge_tied(program, duplicate, model)
@@ -416,18 +455,21 @@ def capture(
                 return exported(copying=False)
             raise capture_error(error, model) from error
         if first is not None:
+            num_made = len(made)
             traced = exported(copying=False)
             steadiness, listing = first
-            steadiness.check_second(listing, listings[-1])
+            if len(made) == num_made:
+                steadiness.check_second(listing, listings[-1])
             return traced
+        made_buffers.update(buffers_made(duplicate))
         return program, entered["stage"]
 
     listings: list[Listing] = []
     # A model that will run is traced completely: differences between its layers may be invisible to the comparison.
     with under_autocast(autocast):
         program, stages = exported(copying=not _has_values(model))
-    captured = _read_signature(program, model, list(fakes))
-    captured.structure, captured.has_loss = found.structure, found.has_loss
+    captured = _read_signature(program, model, list(fakes), made_buffers)
+    captured.structure, captured.has_loss, captured.made = found.structure, found.has_loss, made
     inline_regions(captured.graph)
     write_casts(captured.graph, autocast, captured.parameters)
     check_dtypes(captured.graph, type(model).__name__)
@@ -609,8 +651,14 @@ def _has_values(model: nn.Module) -> bool:
     return any(not parameter.is_meta for parameter in model.parameters())
 
 
-def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, leaves: Sequence[str]) -> Captured:
-    """Name every placeholder by the model's name of its tensor."""
+def _read_signature(
+    program: torch.export.ExportedProgram,
+    model: nn.Module,
+    leaves: Sequence[str],
+    made_buffers: Mapping[Attribute, torch.Tensor],
+) -> Captured:
+    """Name every placeholder by the model's name of its tensor; buffers that a forward made are constants."""
+    made = {f"{path}.{name}".removeprefix("."): x for (path, name, _), x in made_buffers.items()}
     first_name: dict[int, str] = {}
     aliases: dict[str, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -625,6 +673,8 @@ def _read_signature(program: torch.export.ExportedProgram, model: nn.Module, lea
         target = (spec.target or "").removeprefix("model.")
         if spec.kind is InputKind.PARAMETER:
             captured.parameters[name] = aliases[target]
+        elif spec.kind is InputKind.BUFFER and target in made:
+            captured.constants[name] = made[target]
         elif spec.kind is InputKind.BUFFER:
             captured.buffers[name] = aliases[target]
         elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ):

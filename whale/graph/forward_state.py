@@ -29,6 +29,15 @@ from torch.utils import _pytree as pytree
 from whale.errors import UsageError
 from whale.graph.code_names import Named, hooks_of, names_in_code
 from whale.graph.loss_copies import READ_BY_LOSS
+from whale.graph.made_once import (
+    MADE_BUFFERS,
+    Attribute,
+    buffers_made,
+    made_once,
+    mark_left,
+    set_made_buffers,
+    write_made,
+)
 from whale.graph.nodes import inner_modules
 from whale.graph.origins import SourceLine, is_model, located, place_of_frame, place_of_node
 from whale.graph.reach import REACHED, WATCHES, Reach, Same, untraced
@@ -149,7 +158,7 @@ class State:
             module.__dict__.update(attributes.get(path, {}))
 
 
-_TABLES = frozenset(nn.Module().__dict__) - {"training"}
+_TABLES = (frozenset(nn.Module().__dict__) | {MADE_BUFFERS}) - {"training"}
 _OF_LOSS = "what loss_fn reaches"
 
 
@@ -240,6 +249,7 @@ class Steadiness:
         self._clocks: list[SourceLine] = []
         self._left: dict[Kept, Hashable] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
+        self._changed: dict[Attribute, Any] = {}
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -251,12 +261,29 @@ class Steadiness:
             for cache in self._state.caches:
                 cache.cache_clear()  # tensors of the trace have no data
 
-    def end(self) -> None:
-        """Look at the state; to be called at the end of every forward that is traced."""
-        self._kept = _changed(self._before, self._state.now())
+    def end(self, buffers: Mapping[Attribute, Tensor]) -> None:
+        """Look at the state; to be called at the end of every forward that is traced, with the *buffers* that it has
+        made."""
+        changed = _changed(self._before, self._state.now())
+        self._kept = changed + [Kept(path, name) for path, name, _ in buffers]
         if self._kept:
             self._left = self._state.now(by_shape=True)
+            for (path, name, _), x in {**buffers_made(self._state.model), **buffers}.items():
+                self._left[Kept(path, name)] = Tensor, x.dtype, x.device, tuple(x.shape)
             self._attributes = self._state.attributes()
+            self._changed = {
+                Attribute(path, name): self._attributes[path][name]
+                for path, name in changed
+                if path is not None and name in self._attributes[path]
+            }
+            self._changed |= buffers
+            mark_left(self._changed)
+
+    def made_once(
+        self, program: torch.export.ExportedProgram, values: Callable[[str], Tensor | None]
+    ) -> dict[Attribute, Any]:
+        """The attributes that the first trace has left, and that hold the same in later steps, if any."""
+        return made_once(program, self._changed, values)
 
     @property
     def kept_something(self) -> bool:
@@ -300,6 +327,8 @@ class Steadiness:
             )
         first = graph_listing(graph)
         self._state.restore(self._attributes)
+        write_made(self._state.model, {name: x for name, x in self._changed.items() if name.is_buffer})
+        set_made_buffers(self._state.model)
         try:
             with _noting_clocks(self._state, later=True), _noting_draws():
                 second, error = graph_listing(again()), None
@@ -485,8 +514,9 @@ def graph_listing(graph: fx.Graph) -> Listing:
     """The nodes of a graph and of the graphs inside of it, each with a text that is equal for equal operators."""
     found: list[tuple[fx.Node, Hashable]] = []
     for one in (graph, *(m.graph for m in inner_modules(graph))):
-        number = {node: i for i, node in enumerate(one.nodes)}
-        for node in one.nodes:
+        nodes = [node for node in one.nodes if node.op != "placeholder" or node.users]
+        number = {node: i for i, node in enumerate(nodes)}
+        for node in nodes:
             args = fx.map_arg((node.args, node.kwargs), functools.partial(_numbered, number))
             shapes = [
                 (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else repr(x)

@@ -85,6 +85,11 @@ class CompiledSteps(Generic[Step]):
                 )
                 self._kinds = None
 
+    def clear(self) -> None:
+        """Drop all."""
+        self._steps.clear()
+        self._made.clear()
+
     def _drop_one(self, among: Collection[StepKey], limit: int) -> None:
         if len(among) > limit:
             oldest = next(key for key in self._steps if key in among)

@@ -1,0 +1,278 @@
+"""Tensors that a forward makes in its first call and keeps for later ones, as masks and tables of positions.
+
+``if self.mask is None: self.mask = torch.tril(torch.ones(n, n))`` leaves a tensor without data in a capture, and the
+next call does not make it again. Where all that makes it reads numbers, and buffers that the forward does not write, it
+is run once with data, and the model is captured as it is in later calls. Knows traced graphs; no models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from whale.graph.tracer import current_tracer, node_in
+
+__all__ = ["MADE_BUFFERS", "Attribute", "buffers_made", "made_once", "mark_left", "set_made_buffers", "write_made"]
+
+_MARK = "whale_left"
+"""Key of what a node's metadata keeps through torch's passes: the names of tensors that the forward has left."""
+
+MADE_BUFFERS = "_whale_buffers"
+"""Attribute of modules of copies: the buffers that a forward has made, by name."""
+
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, torch.device, torch.dtype, torch.Size)
+
+_OF_SHAPES = {
+    torch.ops.aten.ones_like: 0, torch.ops.aten.zeros_like: 0, torch.ops.aten.full_like: 0,
+    torch.ops.aten.empty_like: 0, torch.ops.aten.new_ones: 0, torch.ops.aten.new_zeros: 0,
+    torch.ops.aten.new_full: 0, torch.ops.aten.new_empty: 0, torch.ops.aten.type_as: 1, torch.ops.aten.expand_as: 1,
+    torch.ops.aten.view_as: 1, torch.ops.aten.reshape_as: 1, torch.ops.aten.to: 1,
+}  # fmt: skip
+"""Operators that read no values of an argument, with its place."""
+
+
+class Attribute(NamedTuple):
+    """An attribute of the module at a path of a model, or a buffer that it has from its first forward on."""
+
+    path: str
+    name: str
+    is_buffer: bool = False
+
+
+class _Unknown:
+    """A value that a capture does not have."""
+
+
+_UNKNOWN = _Unknown()
+
+
+def mark_left(attributes: Mapping[Attribute, Any]) -> None:
+    """Note in a trace, at its end, which of its nodes have made the tensors that attributes have."""
+    tracer = current_tracer()
+    if tracer is None:
+        return
+    for attribute, value in attributes.items():
+        for place, x in enumerate(_leaves(value)):
+            node = node_in(tracer, x) if isinstance(x, FakeTensor) else None
+            if node is not None:
+                custom = node.meta.get("custom") or {}
+                marks = (*custom.get(_MARK, ()), (*attribute, place))
+                node.meta["custom"] = {**custom, _MARK: marks}
+
+
+def made_once(
+    program: torch.export.ExportedProgram,
+    attributes: Mapping[Attribute, Any],
+    values: Callable[[str], Tensor | None],
+) -> dict[Attribute, Any]:
+    """The attributes that a traced forward has left, with data in their tensors; those whose tensors have none are left
+    out, and so are all if no tensor was made.
+
+    Args:
+        program: of the trace.
+        attributes: as the trace has left them.
+        values: gives a buffer by the name that it has in the program; None for one without data.
+    """
+    given = _given(program, values)
+    specs = program.graph_signature.input_specs
+    buffers = [x for spec, x in zip(specs, given, strict=True) if spec.kind is InputKind.BUFFER and x is not _UNKNOWN]
+    run = _Run(buffers)
+    run.graph(program.graph_module, given)
+    found: dict[Attribute, Any] = {}
+    for attribute, value in attributes.items():
+        leaves = [
+            run.made.get((*attribute, place), _UNKNOWN) if isinstance(x, FakeTensor) else x
+            for place, x in enumerate(_leaves(value))
+        ]
+        if not any(x is _UNKNOWN or (isinstance(x, Tensor) and not run.keeps(x)) for x in leaves):
+            found[attribute] = _with_leaves(value, iter(leaves))
+    is_made = any(isinstance(x, FakeTensor) for attribute in found for x in _leaves(attributes[attribute]))
+    return found if is_made else {}
+
+
+def write_made(model: torch.nn.Module, made: Mapping[Attribute, Any]) -> bool:
+    """Give a model the attributes that a forward has made; whether one of them was another, which others have read."""
+    changes = False
+    for attribute, value in made.items():
+        table = model.get_submodule(attribute.path).__dict__
+        if attribute.is_buffer:
+            table = table.setdefault(MADE_BUFFERS, {})
+        changes |= not _extends(value, table.get(attribute.name))
+        table[attribute.name] = value
+    return changes
+
+
+def set_made_buffers(model: torch.nn.Module) -> None:
+    """Let the modules of a copy have the buffers that a forward has made."""
+    for module in model.modules():
+        made = vars(module).get(MADE_BUFFERS, {})
+        module._buffers.update(made)
+        module._non_persistent_buffers_set |= made.keys()  # torch.export compares them with those of the state dict
+
+
+def buffers_made(model: torch.nn.Module) -> dict[Attribute, Tensor]:
+    """The buffers of a copy that a forward has made."""
+    return {
+        Attribute(path, name, True): x
+        for path, module in model.named_modules()
+        for name, x in vars(module).get(MADE_BUFFERS, {}).items()
+    }
+
+
+def _extends(x: Any, before: Any) -> bool:
+    """Whether a value is in the place of none, or is the same dict with further entries."""
+    if isinstance(x, dict) and isinstance(before, dict):
+        return all(name in x and _is_same(x[name], one) for name, one in before.items())
+    return before is None or _is_same(x, before)
+
+
+def _is_same(x: Any, other: Any) -> bool:
+    if type(x) is not type(other):
+        return False
+    if type(x) in _CONTAINERS:
+        mine, others = _leaves(x), _leaves(other)
+        return len(mine) == len(others) and all(map(_is_same, mine, others))
+    return x is other if isinstance(x, Tensor) else x == other
+
+
+def _leaves(x: Any) -> list[Any]:
+    """The values in containers."""
+    if type(x) in _CONTAINERS:
+        return [leaf for part in (x.values() if isinstance(x, dict) else x) for leaf in _leaves(part)]
+    return [x if isinstance(x, (*_PLAIN, Tensor)) else _UNKNOWN]
+
+
+def _with_leaves(x: Any, leaves: Any) -> Any:
+    if type(x) in _CONTAINERS:
+        parts = [_with_leaves(part, leaves) for part in (x.values() if isinstance(x, dict) else x)]
+        return type(x)(zip(x, parts, strict=True) if isinstance(x, dict) else parts)
+    return next(leaves)
+
+
+def _given(program: torch.export.ExportedProgram, values: Callable[[str], Tensor | None]) -> list[Any]:
+    """The values of the placeholders of a program."""
+    found: list[Any] = []
+    for spec in program.graph_signature.input_specs:
+        x: Any = None
+        if spec.kind is InputKind.BUFFER:
+            x = values(spec.target or "")
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            x = program.constants[spec.target]
+        found.append(x if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and not x.is_meta else _UNKNOWN)
+    return found
+
+
+class _Run:
+    """Runs the operators of a graph that read no unknown value.
+
+    Args:
+        buffers: of the model, which it leaves as they are.
+
+    Attributes:
+        made: the tensors of marked nodes.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        self.made: dict[tuple[Any, ...], Tensor] = {}
+        self._of_buffers = set(map(_memory, buffers))
+        self._own: set[int] = set()
+        self._written: set[int] = set()
+        self._alive: list[Tensor] = []
+
+    def keeps(self, x: Tensor) -> bool:
+        """Whether no later step changes a tensor: it is no view of a buffer, and what wrote to it is known."""
+        return not {_memory(x)} & (self._written | self._of_buffers)
+
+    def graph(self, module: Any, given: Sequence[Any]) -> Any:
+        """The values that a graph returns."""
+        env: dict[fx.Node, Any] = {}
+        holes = iter(given)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(holes, _UNKNOWN)
+            elif node.op == "get_attr":
+                env[node] = getattr(module, str(node.target), _UNKNOWN)
+            elif node.op == "output":
+                return fx.map_arg(node.args[0], env.__getitem__)
+            else:
+                env[node] = self._call(node, env)
+            if isinstance(env[node], Tensor):
+                self._alive.append(env[node])
+                for mark in (node.meta.get("custom") or {}).get(_MARK, ()):
+                    self.made[tuple(mark)] = env[node]
+        return None
+
+    def _call(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        context = _context_of(node, args)
+        if context is not None:
+            place = next(i for i, x in enumerate(args) if isinstance(x, torch.nn.Module))
+            with context:
+                return self.graph(args[place], args[place + 1 :])
+        values = _without_values(node, args)
+        leaves = pytree.tree_leaves((values, kwargs))
+        unknown = any(x is _UNKNOWN or (isinstance(x, Tensor) and _memory(x) in self._written) for x in leaves)
+        if isinstance(node.target, torch._ops.OpOverload):
+            written = [values[i] if i < len(values) else kwargs.get(a.name) for i, a in _written_arguments(node.target)]
+            tensors = [x for x in pytree.tree_leaves(written) if isinstance(x, Tensor)]
+            unknown |= torch.Tag.nondeterministic_seeded in node.target.tags
+            if unknown or any(_memory(x) not in self._own for x in tensors):
+                self._written |= {_memory(x) for x in tensors}
+                unknown |= bool(tensors)
+        elif getattr(node.target, "__module__", None) not in ("_operator", "math"):
+            unknown = True
+        if unknown:
+            return _UNKNOWN
+        try:
+            with torch.no_grad():
+                result = node.target(*values, **kwargs)  # type: ignore[operator]
+        except Exception:  # of any type: it cannot run here, as for a device that this machine has not
+            return _UNKNOWN
+        given = {_memory(x) for x in leaves if isinstance(x, Tensor)}
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, Tensor) and _memory(x) not in given:
+                self._own.add(_memory(x))
+        return result
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _written_arguments(target: torch._ops.OpOverload) -> Iterable[tuple[int, Any]]:
+    arguments = enumerate(target._schema.arguments)
+    return [(i, argument) for i, argument in arguments if argument.alias_info and argument.alias_info.is_write]
+
+
+def _without_values(node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of an operator; in the place of an unknown tensor whose shape alone it reads, another one."""
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    place = _OF_SHAPES.get(packet)
+    if place is None or place >= len(args) or args[place] is not _UNKNOWN:
+        return args
+    source = node.args[place]
+    fake = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(fake, Tensor):
+        return args
+    blank = torch.empty((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
+    return [*args[:place], blank, *args[place + 1 :]]
+
+
+def _context_of(node: fx.Node, args: Sequence[Any]) -> contextlib.AbstractContextManager[Any] | None:
+    """The context of a region; None for what is no region."""
+    name = getattr(node.target, "__name__", "")
+    if name == "wrap_with_set_grad_enabled":
+        return contextlib.nullcontext()
+    if name == "wrap_with_autocast":
+        device, dtype, enabled, cache, *_ = args
+        return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+    return None
