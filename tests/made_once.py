@@ -162,7 +162,7 @@ class Flagged(Attention):
 
 
 class Moved(Attention):
-    """As fairseq's decoder keeps its mask."""
+    """The mask of fairseq's decoder."""
 
     def prepare(self) -> None:
         self.table = torch.empty(0)
@@ -248,7 +248,7 @@ class OfBatch(Attention):
 
 
 class BufferOfBatch(Attention):
-    """As normalizations are that take their scale from the first batch."""
+    """A normalization that takes its scale from the first batch."""
 
     def prepare(self) -> None:
         self.register_buffer("table", None)

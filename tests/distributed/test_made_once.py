@@ -1,4 +1,4 @@
-"""What a forward makes in its first call and keeps, on two ranks: each step is the local one."""
+"""Tensors that a forward makes in its first call and keeps, on two ranks: each step is the local one."""
 
 from __future__ import annotations
 
