@@ -70,7 +70,7 @@ def together(found: Sequence[Found], top: int) -> Found:
 
 def _least(prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings) -> Candidate:
     """A candidate with the least on the host in each stage with which it fits, then with the least level and the least
-    recompute, whichever is decided first."""
+    recompute, whichever is decided first; itself, or with the least of one alone, where that is faster."""
     ranks = [stage.ranks for stage in candidate.stages]
 
     def under(
@@ -118,5 +118,5 @@ def _least(prices: CostModel, candidate: Candidate, batch: int, settings: Search
         return least if least.prediction.fits else of
 
     start = least_offload(candidate)
-    both = (least_levels(least_rules(start)), least_rules(least_levels(start)))
-    return min(both, key=step_seconds)
+    rules, levels = least_rules(start), least_levels(start)
+    return min((least_levels(rules), least_rules(levels), rules, levels, start, candidate), key=step_seconds)

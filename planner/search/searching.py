@@ -46,19 +46,24 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.garbage import without_collections
 from whale.ir.profile import ModelProfile
+from whale.ir.state import StateSharding
 from whale.ir.strategy import RECOMPUTES, Offload, Recompute
 from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.stage import CostModel
 from whale.planner.cost.stage_cost import Memo
+from whale.planner.search.evaluate import fitted
 from whale.planner.search.least_memory import aligned, together, with_least
 from whale.planner.search.plan_search import PlanSearch, step_seconds
-from whale.planner.search.problem import Fixed, Found, Progress, SearchSettings, Stopped
+from whale.planner.search.problem import Candidate, Fixed, Found, Progress, SearchSettings, Stopped
 from whale.planner.search.remedies import hosts_hold
 from whale.planner.search.simple import fastest_simple, least_simple
 from whale.planner.search.space import Chain, pools_of
 from whale.planner.search.table import CostTable
 
 __all__ = ["search"]
+
+LEAST_GAIN = 0.01
+"""Part of a step from which on plans are taken whose replicas divide the states of the optimizer, to save time."""
 
 LEAST_GAP = 0.1
 """Part of a step by which it could be shorter if all devices computed all the time, from which on it is found out what
@@ -190,7 +195,8 @@ class _Searches:
         if first is None:
             more = self._fitting(_ways(settings, self.costs), nothing_else=True)
         else:
-            more = self._with_less_memory(first)
+            divided = self._divided(first)
+            more = self._with_less_memory(first, divided) + divided
         more += self._with_cut_rows([*([first] if first is not None else []), *more])
         if first is None and not more:
             self._refuse()
@@ -243,10 +249,29 @@ class _Searches:
                         found.append(one)
         return found
 
-    def _with_less_memory(self, first: Found) -> list[Found]:
+    def _divided(self, found: Found) -> list[Found]:
+        """The plans whose replicas divide the states of the optimizer, those that are faster so: each updates a part of
+        the parameters, and what is sent is the same."""
+        settings = self.settings
+        if settings.zero != "auto" or settings.way[1] or settings.reduce not in (None, "mean"):
+            return []
+
+        def of(candidate: Candidate) -> Candidate:
+            stages = [
+                replace(own, state=StateSharding(1)) if len(own.ranks) > own.tensor else own for own in candidate.stages
+            ]
+            count, schedule = candidate.micro_batches, candidate.schedule
+            return fitted(self.costs, stages, micro_batches=count, schedule=schedule, batch=self.batch)
+
+        plans = [(one, of(one)) for one in found.candidates if any(len(own.ranks) > own.tensor for own in one.stages)]
+        faster = (b for a, b in plans if b.prediction.fits and step_seconds(b) < (1 - LEAST_GAIN) * step_seconds(a))
+        ordered = tuple(sorted(faster, key=step_seconds))
+        return [replace(found, candidates=ordered, near=(), dropped=(), tried=0, points=())] if ordered else []
+
+    def _with_less_memory(self, first: Found, divided: Sequence[Found]) -> list[Found]:
         """Plans whose replicas divide their state, or whose backwards compute again, where plans fit without: replicas
-        of the whole model that do may be faster than the long pipelines, the many shards or the small micro-batches
-        that do not."""
+        that do update faster, and those of the whole model may be faster than the long pipelines, the many shards or
+        the small micro-batches that do not."""
         (rule, level, offload), found = self.settings.way, [first]
         ways: list[Way] = []
         if self.settings.zero == "auto" and len(self.costs.cluster.devices) > 1:
@@ -260,10 +285,11 @@ class _Searches:
                 break
             if way[0] != rule and not self._lacks_memory(simple, best):
                 continue
-            fitting = (
-                fastest_simple(self._under(way).meshes, self.batch, self.settings) if self._knows(way[0]) else None
-            )
-            if fitting is not None and fitting.prediction.step_seconds < best:
+            if not self._knows(way[0]):
+                continue
+            gains = way == (rule, 1, offload) and any(step_seconds(one.best) < best for one in divided)
+            fitting = None if gains else fastest_simple(self._under(way).meshes, self.batch, self.settings)
+            if gains or (fitting is not None and fitting.prediction.step_seconds < best):
                 found += self._fitting([[way]])
         return found[1:]
 
