@@ -320,7 +320,7 @@ def _changes(workload: Workload, replicas: Sequence[_Replicas]) -> Iterator[tupl
             yield f"{_SCHEDULE}{schedule!r} instead of {workload.schedule!r}", _with(workload, schedule=schedule)
     if several and all(own.rows != 1 for own in replicas):
         halved = _halved(workload, [own.seconds(parts=2) / own.seconds() for own in replicas])
-        yield f"{halved.micro_batches} micro-batches of half the rows", halved
+        yield f"{halved.micro_batches} micro-batches of half the rows, if half of them took half the time", halved
     if workload.links:
         links = tuple(_with(link, bandwidth=2 * link.bandwidth) for link in workload.links)
         yield "links of twice the bandwidth between stages", _with(workload, links=links)

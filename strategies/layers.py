@@ -96,6 +96,16 @@ class LayeredModel:
         """The graph, with one layer of each kind."""
         return self.chain.captured
 
+    @property
+    def coupled(self) -> str:
+        """Reason why its batch cannot be divided into micro-batches, where these have statistics of their own rows:
+        an operator that computes a row from others; empty if it can."""
+        try:
+            place_time(self.captured, self.analysis, self.chain.partition, 2)
+        except UsageError as error:
+            return str(error).removeprefix("micro_batches=2: ")
+        return ""
+
     def place(self, kind: int, degree: int, experts: ExpertSplit = NO_EXPERTS, context: int = 1) -> PlacedStage:
         """A kind of layer with its operators split over *degree* devices; with *experts*, only those in their modules
         are split, and the others divide the rows. Each row is cut over *context* such groups along `cut_dim`.

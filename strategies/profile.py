@@ -136,6 +136,7 @@ def profile_model(
         autocast=precision or "",  # type: ignore[arg-type]
         cut_dim=first.cut_dim if cuts else 0,
         uncut=tuple(uncut.items()),
+        coupled=first.coupled,
     )
 
 

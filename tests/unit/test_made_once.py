@@ -1,4 +1,4 @@
-"""Tensors that a forward makes in its first call and keeps: each step is the local one, whatever lengths came before it."""
+"""Tensors that a forward makes in its first call and keeps: steps are the local ones, whatever lengths came before."""
 
 from __future__ import annotations
 

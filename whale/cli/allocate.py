@@ -211,7 +211,7 @@ def _compiled(job: Job, model: SearchedModel, part: Cluster, batch: int, search_
 
     settings = replace(settings_of(job, model.profile), time_limit=2 * search_seconds, fixed=model.fixed)
     found = search_plans(
-        model.profile, part, batch=batch, settings=settings_for(settings, model.trial), trial=model.trial
+        model.profile, part, batch=batch, settings=settings_for(settings, model.trial, model.profile), trial=model.trial
     )
     return found.best.plan
 

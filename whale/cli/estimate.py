@@ -164,6 +164,9 @@ def estimate(
         note("--balance speed balances the rows of replicas only, because --layers-per-stage is given")
     hosts = host_text(cluster) if configuration.offload != "none" else ()
     said = (*said, *_defaults(configuration), *found.assumptions, *hosts)
+    cut = found.layout.num_micro_batches > 1 and configuration.stack == "whale"
+    if cut and profile.coupled:
+        note(f"Whale does not run {found.layout.num_micro_batches} micro-batches of this model: {profile.coupled}")
     beyond = [] if configuration.stack == "whale" else beyond
     click.echo(json.dumps(as_data(found, said, beyond), indent=2) if as_json else as_text(found, said, beyond))
 

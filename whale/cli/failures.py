@@ -13,7 +13,7 @@ import click
 
 from whale.cli.tables import text_table
 from whale.errors import UsageError
-from whale.ir.units import duration_text, parse_quantity
+from whale.ir.units import counted, duration_text, parse_quantity
 from whale.planner.failures import Failures, Outlook, outlook
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def outlook_of(failures: Failures, step: Step, step_seconds: float, fallbacks: I
         fallbacks: names and steps of the plans for fewer devices; where rows are not known, all have as many.
 
     Raises:
-        UsageError: a fallback does not use fewer devices.
+        UsageError: a fallback does not use fewer devices, or is faster.
     """
     from whale.planner.simulation.simulate import simulate_alike
 
@@ -96,7 +96,12 @@ def outlook_of(failures: Failures, step: Step, step_seconds: float, fallbacks: I
             )
         gone = -(-(step.devices - other.devices) // failures.node)
         ratio = other.rows / step.rows if other.rows and step.rows else 1.0
-        speeds.append((gone, ratio * step_seconds / simulate_alike(other.workload).step_seconds))
+        speed = ratio * step_seconds / simulate_alike(other.workload).step_seconds
+        if speed > 1:
+            raise UsageError(
+                f"--fallback {name} is {speed:.3g} x as fast as FILE, on fewer devices: run it in the place of FILE"
+            )
+        speeds.append((gone, speed))
     return outlook(failures, step.devices, speeds)
 
 
@@ -118,10 +123,12 @@ def failures_data(found: Outlook) -> dict[str, Any]:
 def failures_text(failures: Failures, found: Outlook, devices: int, step_seconds: float) -> str:
     """The result for a reader."""
     nodes, units = -(-devices // failures.node), "nodes" if failures.node > 1 else "devices"
+    steps = counted(max(1, round(found.interval / step_seconds)), "step")
+    whose, there = ("the node", "it is") if nodes == 1 else (f"one of {nodes:,} {units}", f"all {units} are")
     lines = [
-        f"failures: one of {nodes:,} {units} about every {duration_text(found.mtbf)}; a checkpoint every "
-        f"{duration_text(found.interval)} ({max(1, round(found.interval / step_seconds)):,} steps)",
-        f"while all {units} are there {found.trained:.1%} of the time trains, {found.saving:.1%} saves, and "
+        f"failures: {whose} about every {duration_text(found.mtbf)}; a checkpoint every "
+        f"{duration_text(found.interval)} ({steps})",
+        f"while {there} there {found.trained:.1%} of the time trains, {found.saving:.1%} saves, and "
         f"{found.lost:.1%} is lost to restarts and what they repeat",
     ]
     if failures.repair:

@@ -290,5 +290,5 @@ def _load_hugging_face(
         name=f"hf:{model_type}",
         model=model,
         batch=chosen.batch(model, batch_size or ROWS),
-        assumptions=chosen.assumptions,
+        assumptions=(f"{type(model).__name__}, of the classes of hf:{model_type}", *chosen.assumptions),
     )

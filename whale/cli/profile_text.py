@@ -9,21 +9,29 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from whale.ir.profile import Kernel, LayerKind, LayerVariant, ModelProfile
-from whale.ir.units import bytes_text
+from whale.ir.units import bytes_text, counted
 
 __all__ = ["format_profile"]
 
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-def format_profile(profile: ModelProfile, *, rows: int = 1, element_bytes: int = 2, kernels: bool = False) -> str:
-    """The profile as a table, for a number of rows and bytes per element.
+
+def format_profile(
+    profile: ModelProfile, *, rows: int = 1, element_bytes: int | None = None, kernels: bool = False
+) -> str:
+    """The profile as a table, for a number of rows and bytes per element, else those of the model's number type.
 
     ``kernels`` lists those of every kind and degree too.
     """
-    return "\n".join(_lines(profile, rows, element_bytes, kernels))
+    width = element_bytes or _BYTES.get(profile.precision, 4)
+    return "\n".join(_lines(profile, rows, width, kernels))
 
 
 def _lines(profile: ModelProfile, rows: int, width: int, kernels: bool) -> Iterator[str]:
-    yield f"{profile.name}: {len(profile.layers)} layers of {len(profile.kinds)} kinds, at {rows} rows, {width}-byte"
+    yield (
+        f"{profile.name}: {len(profile.layers)} layers of {counted(len(profile.kinds), 'kind')}, at "
+        f"{counted(rows, 'row')}, {width}-byte numbers"
+    )
     runs = [(kind, len(list(run))) for kind, run in groupby(profile.layers)]
     yield "chain: " + ", ".join(f"{count} x {profile.kinds[kind].name}" for kind, count in runs)
     for layers, elements in profile.tied:

@@ -227,7 +227,8 @@ def search(
         time_limit=max(time_limit - (time.monotonic() - began), LEAST_SHARE * time_limit),
         fixed=None if model is None else model.fixed,
     )
-    given = settings_for(given, None if model is None else model.trial)  # what-if cases are searched without the model
+    # What-if cases are searched without the model.
+    given = settings_for(given, None if model is None else model.trial, profile)
     with Interruption() as interruption:
         said = _said_of_profile(profile) if model is None else model.assumptions
         trial = None if model is None else model.trial

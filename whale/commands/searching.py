@@ -79,13 +79,14 @@ class Searched:
         return self.choices[0]
 
 
-def settings_for(settings: SearchSettings, trial: Trial | None) -> SearchSettings:
-    """Constraints from a model: a single micro-batch if its batch cannot be divided.
+def settings_for(settings: SearchSettings, trial: Trial | None, profile: ModelProfile) -> SearchSettings:
+    """Constraints from a model, or without it from its profile: a single micro-batch if its batch cannot be divided.
 
     Raises:
         UsageError: more are asked for; says which operator computes a row from others.
     """
-    if trial is None or not (why := trial.uncut(settings.micro_batches or 2)):
+    why = profile.coupled if trial is None else trial.uncut(settings.micro_batches or 2)
+    if not why or settings.micro_batches == 1:
         return settings
     if settings.micro_batches is None:
         return replace(settings, micro_batches=1)
@@ -132,7 +133,7 @@ def search_plans(
     """
     begin = time.monotonic()
     settings.check(batch)
-    settings = settings_for(settings, trial)
+    settings = settings_for(settings, trial, profile)
     known = known or Memo()
     shared: list[Shared] = []
 

@@ -413,6 +413,8 @@ class ModelProfile(FileRecord):
             those in the dtype of its parameters.
         cut_dim: the dim of the batch that context degrees cut, such as 1 of (rows, length); 0: none.
         uncut: context degrees at which the model cannot be cut so, with the reason.
+        coupled: the operator that computes a row of the batch from others, as a batch norm does, so that Whale cuts no
+            batch into micro-batches; empty: none.
     """
 
     format_version: Literal[1] = 1
@@ -435,6 +437,7 @@ class ModelProfile(FileRecord):
     autocast: Literal["", "bf16", "fp16"] = ""
     cut_dim: Count = 0
     uncut: tuple[tuple[Count, str], ...] = ()
+    coupled: str = ""
 
     @property
     def has_tables(self) -> bool:
