@@ -150,7 +150,7 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
         precision=problem.precision or BY_DTYPE.get(model.profile.precision, "fp32"),
         time_limit=TIME_LIMIT * slower,
     )
-    settings = settings_for(settings, model.trial)
+    settings = settings_for(settings, model.trial, model.profile)
     began = time.process_time()
     error = ""
     searched: Searched | None = None
