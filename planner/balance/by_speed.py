@@ -154,14 +154,15 @@ def cut_problem(stages: Stages) -> CutProblem:
     layout, profile = stages.layout, stages.profile
     rows = layout.configuration.batch / (layout.data * layout.num_micro_batches)
     groups = tuple(_group(stages, stage, rows) for stage in range(layout.configuration.pipeline))
-    outputs = [kind.output.total(rows, stages.prices.precision.element_bytes) for kind in profile.chain()]
+    num = len(profile.layers)
+    outputs = [stages.prices.handed_on(range(end), range(end, num), rows) for end in range(1, num)]
     position = {group.name: stage for stage, group in enumerate(groups)}
 
     @cache
     def sent(num_bytes: float, source: int, target: int) -> float:
         ends = layout.rank(stage=source, replica=0), layout.rank(stage=target, replica=0)
-        size = num_bytes / layout.configuration.tensor
-        return sum(send(stages.prices.topology, *way, size).seconds for way in (ends, ends[::-1]))
+        size, beside = num_bytes / layout.configuration.tensor, _sends_beside(layout, source, target)
+        return sum(send(stages.prices.topology, *way, size, sharing=beside).seconds for way in (ends, ends[::-1]))
 
     def tie(layers: tuple[int, ...], elements: float) -> Tie:
         part, prices = elements / layout.configuration.tensor, stages.prices
@@ -178,6 +179,19 @@ def cut_problem(stages: Stages) -> CutProblem:
             for stage in range(len(groups))
         ),
     )
+
+
+def _sends_beside(layout: Layout, source: int, target: int) -> int:
+    """The messages that leave the first replica's node at the same time, its own among them: of each replica there, and
+    of each device of its stage."""
+
+    def node(stage: int, replica: int) -> str:
+        return layout.cluster.devices[layout.rank(stage=stage, replica=replica)].node
+
+    leaving = [
+        node(source, 0) != node(target, 0) and node(source, one) == node(source, 0) for one in range(layout.data)
+    ]
+    return max(1, sum(leaving) * layout.configuration.tensor)
 
 
 def _ends(stages: Stages) -> tuple[int, int]:
