@@ -233,9 +233,44 @@ class WithLast(Attention):
         return self.table[:n, :n]
 
 
+class InObject(Attention):
+    def prepare(self) -> None:
+        self.kept = types.SimpleNamespace(table=None)
+
+    def added(self, n: int, x: Tensor) -> Any:
+        if self.kept.table is None or self.kept.table.size(0) < n:
+            self.kept.table = _table(n)
+        return self.kept.table[:n, :n]
+
+
+class Shared(Attention):
+    """An object and a dict that several modules have, of which one fills them, and says the length of each batch."""
+
+    class Reader(nn.Module):
+        def __init__(self, kept: Any, tables: dict[Any, Any], *, fills: bool) -> None:
+            super().__init__()
+            self.kept, self.tables, self.fills = kept, tables, fills
+
+        def forward(self, n: int) -> Tensor:
+            if self.fills:
+                self.kept.length = self.tables["length"] = n
+                if self.kept.table is None or self.kept.table.size(0) < n:
+                    self.kept.table = _table(n)
+                if n not in self.tables:
+                    self.tables[n] = _table(n).cos()
+            return self.kept.table[:n, :n] * self.kept.length + self.tables[n] / self.tables["length"]
+
+    def prepare(self) -> None:
+        kept, tables = types.SimpleNamespace(table=None, length=0), dict[Any, Any]()
+        self.first, self.second = (self.Reader(kept, tables, fills=fills) for fills in (True, False))
+
+    def added(self, n: int, x: Tensor) -> Any:
+        return self.first(n) - self.second(n).square()
+
+
 KEEPING = (
     Grown, OfOneLength, Absent, Buffer, RegisteredBuffer, ByLength, Ordered, Listed, Rotary, Flagged, Moved, LikeInput,
-    FromNumpy, View, Inside, WithLast,
+    FromNumpy, View, Inside, WithLast, InObject, Shared,
 )  # fmt: skip
 """Models that are captured as they are in later calls."""
 
@@ -298,15 +333,5 @@ class ViewOfBuffer(Attention):
         return self.table[:n, :n]
 
 
-class InObject(Attention):
-    def prepare(self) -> None:
-        self.kept = types.SimpleNamespace(table=None)
-
-    def added(self, n: int, x: Tensor) -> Any:
-        if self.kept.table is None:
-            self.kept.table = _table(16)
-        return self.kept.table[:n, :n]
-
-
-REFUSED = (OfBatch, BufferOfBatch, OfParameter, Drawn, OfCounter, ViewOfBuffer, InObject)
+REFUSED = (OfBatch, BufferOfBatch, OfParameter, Drawn, OfCounter, ViewOfBuffer)
 """Models whose first call makes what no capture knows."""

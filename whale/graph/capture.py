@@ -33,7 +33,7 @@ from whale.graph.custom_functions import checking_functions
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.loss_copies import function_of_copy
 from whale.graph.losses import any_sum, pick_loss
-from whale.graph.made_once import Attribute, buffers_made, set_made_buffers, write_made
+from whale.graph.made_once import Attribute, buffers_made, copied, set_made_buffers, write_made
 from whale.graph.nodes import inner_modules, node_copy
 from whale.graph.numbers import numbers_to_tensors
 from whale.graph.origins import SourceLine, located, modules_around, place_of_forward, place_of_node
@@ -230,7 +230,7 @@ def _write_replaced(
         if old is not None and module._buffers.get(name) is not old and (path, name) not in known
     ]
     found = {
-        Attribute(path, name, True): x
+        Attribute(path, name, "buffer"): x
         for path, (module, buffers) in held.items()
         for name, x in module._buffers.items()
         if x is not None and x is not buffers.get(name) and (buffers.get(name) is None or (path, name) in known)
@@ -379,7 +379,7 @@ def capture(
 
     def duplicated() -> tuple[nn.Module, LossFn | None]:
         duplicate, loss = _duplicate(model, mode, device, loss_fn)
-        write_made(duplicate, made)
+        write_made(duplicate, copied(made))
         set_made_buffers(duplicate)
         return duplicate, loss
 
@@ -469,7 +469,7 @@ def capture(
     with under_autocast(autocast):
         program, stages = exported(copying=not _has_values(model))
     captured = _read_signature(program, model, list(fakes), made_buffers)
-    captured.structure, captured.has_loss, captured.made = found.structure, found.has_loss, made
+    captured.structure, captured.has_loss, captured.made = found.structure, found.has_loss, copied(made)
     inline_regions(captured.graph)
     write_casts(captured.graph, autocast, captured.parameters)
     check_dtypes(captured.graph, type(model).__name__)

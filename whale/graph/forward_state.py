@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from operator import length_hint
 from types import FrameType, GeneratorType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -244,6 +244,7 @@ class Steadiness:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self._state = State(model, loss_fn)
         self._before = self._state.now()
+        self._first = self._state.attributes()
         self._kept: list[Kept] = []
         self._drawn: list[Kept] = []
         self._clocks: list[SourceLine] = []
@@ -272,12 +273,16 @@ class Steadiness:
                 self._left[Kept(path, name)] = Tensor, x.dtype, x.device, tuple(x.shape)
             self._attributes = self._state.attributes()
             self._changed = {
-                Attribute(path, name): self._attributes[path][name]
+                Attribute(path, name, self._kind(path, name)): self._attributes[path][name]
                 for path, name in changed
                 if path is not None and name in self._attributes[path]
             }
             self._changed |= buffers
             mark_left(self._changed)
+
+    def _kind(self, path: str, name: str) -> Literal["value", "object"]:
+        now = self._attributes[path][name]
+        return "object" if self._first[path].get(name) is now and not isinstance(now, Tensor) else "value"
 
     def made_once(
         self, program: torch.export.ExportedProgram, values: Callable[[str], Tensor | None]
@@ -327,7 +332,7 @@ class Steadiness:
             )
         first = graph_listing(graph)
         self._state.restore(self._attributes)
-        write_made(self._state.model, {name: x for name, x in self._changed.items() if name.is_buffer})
+        write_made(self._state.model, {name: x for name, x in self._changed.items() if name.kind == "buffer"})
         set_made_buffers(self._state.model)
         try:
             with _noting_clocks(self._state, later=True), _noting_draws():

@@ -8,9 +8,10 @@ is run once with data, and the model is captured as it is in later calls. Knows 
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -19,8 +20,18 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from whale.graph.tracer import current_tracer, node_in
+from whale.ir.objects import held_under, parts_of, reached
 
-__all__ = ["MADE_BUFFERS", "Attribute", "buffers_made", "made_once", "mark_left", "set_made_buffers", "write_made"]
+__all__ = [
+    "MADE_BUFFERS",
+    "Attribute",
+    "buffers_made",
+    "copied",
+    "made_once",
+    "mark_left",
+    "set_made_buffers",
+    "write_made",
+]
 
 _MARK = "whale_left"
 """Key of what a node's metadata keeps through torch's passes: the names of tensors that the forward has left."""
@@ -28,7 +39,9 @@ _MARK = "whale_left"
 MADE_BUFFERS = "_whale_buffers"
 """Attribute of modules of copies: the buffers that a forward has made, by name."""
 
-_CONTAINERS = (dict, OrderedDict, list, tuple)
+_MOST = 100_000
+"""Objects that are looked at in an attribute."""
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, torch.device, torch.dtype, torch.Size)
 
 _OF_SHAPES = {
@@ -41,11 +54,17 @@ _OF_SHAPES = {
 
 
 class Attribute(NamedTuple):
-    """An attribute of the module at a path of a model, or a buffer that it has from its first forward on."""
+    """An attribute of the module at a path of a model, which the first forward changes.
+
+    Attributes:
+        path, name: of the module and its attribute.
+        kind: whether it has another ``value`` then, or the ``object`` that it had, with other contents, or is a
+            ``buffer`` that was none.
+    """
 
     path: str
     name: str
-    is_buffer: bool = False
+    kind: Literal["value", "object", "buffer"] = "value"
 
 
 class _Unknown:
@@ -56,17 +75,16 @@ _UNKNOWN = _Unknown()
 
 
 def mark_left(attributes: Mapping[Attribute, Any]) -> None:
-    """Note in a trace, at its end, which of its nodes have made the tensors that attributes have."""
+    """Note in a trace, at its end, which of its nodes have made the tensors that attributes reach."""
     tracer = current_tracer()
     if tracer is None:
         return
     for attribute, value in attributes.items():
-        for place, x in enumerate(_leaves(value)):
-            node = node_in(tracer, x) if isinstance(x, FakeTensor) else None
+        for place, x in enumerate(_left(value)):
+            node = node_in(tracer, x)
             if node is not None:
                 custom = node.meta.get("custom") or {}
-                marks = (*custom.get(_MARK, ()), (*attribute, place))
-                node.meta["custom"] = {**custom, _MARK: marks}
+                node.meta["custom"] = {**custom, _MARK: (*custom.get(_MARK, ()), (*attribute, place))}
 
 
 def made_once(
@@ -87,16 +105,39 @@ def made_once(
     buffers = [x for spec, x in zip(specs, given, strict=True) if spec.kind is InputKind.BUFFER and x is not _UNKNOWN]
     run = _Run(buffers)
     run.graph(program.graph_module, given)
-    found: dict[Attribute, Any] = {}
+    made: dict[int, Tensor] = {}
+    known: dict[Attribute, Any] = {}
     for attribute, value in attributes.items():
-        leaves = [
-            run.made.get((*attribute, place), _UNKNOWN) if isinstance(x, FakeTensor) else x
-            for place, x in enumerate(_leaves(value))
-        ]
-        if not any(x is _UNKNOWN or (isinstance(x, Tensor) and not run.keeps(x)) for x in leaves):
-            found[attribute] = _with_leaves(value, iter(leaves))
-    is_made = any(isinstance(x, FakeTensor) for attribute in found for x in _leaves(attributes[attribute]))
-    return found if is_made else {}
+        left = {id(x): run.made.get((*attribute, place)) for place, x in enumerate(_left(value))}
+        is_data = not any(isinstance(x, torch.nn.Module) for x in _all_of(value))
+        if is_data and all(x is not None and run.keeps(x) for x in left.values()):
+            known[attribute] = value
+            made |= {one: x for one, x in left.items() if x is not None}
+    return copied(known, made) if made else {}
+
+
+def copied(attributes: Mapping[Attribute, Any], made: Mapping[int, Tensor] | None = None) -> dict[Attribute, Any]:
+    """Copies of attributes, which share what they share, with the same tensors, or those *made* by the identity of
+    others; none where Python cannot copy them."""
+    tensors = {id(x): x for value in attributes.values() for x in _all_of(value) if isinstance(x, Tensor)}
+    try:
+        return copy.deepcopy(dict(attributes), {**tensors, **(made or {})})
+    except Exception:  # of any type, by what an attribute has
+        return {}
+
+
+def _all_of(x: Any) -> Iterator[Any]:
+    """All that a value reaches, but not through modules."""
+
+    def parts(one: Any) -> Iterable[Any]:
+        return () if isinstance(one, (Tensor, torch.nn.Module)) else parts_of(one) or ()
+
+    return islice(reached([x], parts), _MOST)
+
+
+def _left(x: Any) -> list[FakeTensor]:
+    """The tensors without data that a value reaches."""
+    return [one for one in _all_of(x) if isinstance(one, FakeTensor)]
 
 
 def write_made(model: torch.nn.Module, made: Mapping[Attribute, Any]) -> bool:
@@ -104,11 +145,30 @@ def write_made(model: torch.nn.Module, made: Mapping[Attribute, Any]) -> bool:
     changes = False
     for attribute, value in made.items():
         table = model.get_submodule(attribute.path).__dict__
-        if attribute.is_buffer:
+        if attribute.kind == "buffer":
             table = table.setdefault(MADE_BUFFERS, {})
-        changes |= not _extends(value, table.get(attribute.name))
-        table[attribute.name] = value
+        before = table.get(attribute.name)
+        changes |= not _extends(value, before)
+        if attribute.kind != "object" or not _write_contents(before, value):
+            table[attribute.name] = value
     return changes
+
+
+def _write_contents(x: Any, like: Any) -> bool:
+    """Give an object, which others may have too, the contents of another one; whether it can have them."""
+    if type(x) is not type(like):
+        return False
+    if isinstance(x, dict):
+        x.clear()
+        x.update(like)
+    elif isinstance(x, list):
+        x[:] = like
+    elif not isinstance(held_under(x, "__dict__"), dict):
+        return False
+    if isinstance(own := held_under(x, "__dict__"), dict):
+        own.clear()
+        own.update(vars(like))
+    return True
 
 
 def set_made_buffers(model: torch.nn.Module) -> None:
@@ -122,7 +182,7 @@ def set_made_buffers(model: torch.nn.Module) -> None:
 def buffers_made(model: torch.nn.Module) -> dict[Attribute, Tensor]:
     """The buffers of a copy that a forward has made."""
     return {
-        Attribute(path, name, True): x
+        Attribute(path, name, "buffer"): x
         for path, module in model.named_modules()
         for name, x in vars(module).get(MADE_BUFFERS, {}).items()
     }
@@ -136,26 +196,11 @@ def _extends(x: Any, before: Any) -> bool:
 
 
 def _is_same(x: Any, other: Any) -> bool:
-    if type(x) is not type(other):
-        return False
-    if type(x) in _CONTAINERS:
-        mine, others = _leaves(x), _leaves(other)
-        return len(mine) == len(others) and all(map(_is_same, mine, others))
-    return x is other if isinstance(x, Tensor) else x == other
+    return list(map(_token, _all_of(x))) == list(map(_token, _all_of(other)))
 
 
-def _leaves(x: Any) -> list[Any]:
-    """The values in containers."""
-    if type(x) in _CONTAINERS:
-        return [leaf for part in (x.values() if isinstance(x, dict) else x) for leaf in _leaves(part)]
-    return [x if isinstance(x, (*_PLAIN, Tensor)) else _UNKNOWN]
-
-
-def _with_leaves(x: Any, leaves: Any) -> Any:
-    if type(x) in _CONTAINERS:
-        parts = [_with_leaves(part, leaves) for part in (x.values() if isinstance(x, dict) else x)]
-        return type(x)(zip(x, parts, strict=True) if isinstance(x, dict) else parts)
-    return next(leaves)
+def _token(x: Any) -> Any:
+    return id(x) if isinstance(x, Tensor) else (type(x), x if isinstance(x, _PLAIN) else None)
 
 
 def _given(program: torch.export.ExportedProgram, values: Callable[[str], Tensor | None]) -> list[Any]:
