@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import types
 from collections import OrderedDict
 from typing import Any
@@ -268,9 +269,33 @@ class Shared(Attention):
         return self.first(n) - self.second(n).square()
 
 
+class HandedDown(Attention):
+    """The module makes a table for those in it, again for each length."""
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table: Any = None
+
+        def forward(self) -> Any:
+            return self.table
+
+    def prepare(self) -> None:
+        self.readers = nn.ModuleList(self.Reader() for _ in range(2))
+
+    def added(self, n: int, x: Tensor) -> Any:
+        first: Any = self.readers[0]
+        if first.table is None or first.table.size(0) != n:
+            made = _table(n)
+            for reader in self.readers:
+                reader.table = made
+        return self.readers[0]() + self.readers[1]().square()
+
+
 KEEPING = (
     Grown, OfOneLength, Absent, Buffer, RegisteredBuffer, ByLength, Ordered, Listed, Rotary, Flagged, Moved, LikeInput,
     FromNumpy, View, Inside, WithLast, InObject, Shared,
+    HandedDown,
 )  # fmt: skip
 """Models that are captured as they are in later calls."""
 
@@ -333,5 +358,56 @@ class ViewOfBuffer(Attention):
         return self.table[:n, :n]
 
 
-REFUSED = (OfBatch, BufferOfBatch, OfParameter, Drawn, OfCounter, ViewOfBuffer)
+class WithFirst(Attention):
+    """Beside the table its first call does what later ones do not."""
+
+    def prepare(self) -> None:
+        self.table, self.is_first = None, True
+        self.register_buffer("mean", torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def begin(self, x: Tensor) -> Any:
+        """The factor of a first call."""
+        return 0.1
+
+    def added(self, n: int, x: Tensor) -> Any:
+        if self.table is None:
+            self.table = torch.tril(torch.ones(16, 16))
+        factor: Any = 1.0
+        if self.is_first:
+            factor = self.begin(x)
+            self.is_first = False
+        return self.table[:n, :n] * factor * self.scale - self.mean
+
+
+class WithBuffer(WithFirst):
+    def begin(self, x: Tensor) -> Any:
+        self.mean.copy_(x.detach().mean())
+        return 1.0
+
+
+class WithParameter(WithFirst):
+    """Its scale is that of the first batch, in Glow's way."""
+
+    def begin(self, x: Tensor) -> Any:
+        self.scale.data.copy_(x.detach().std())
+        return 1.0
+
+
+class WithValue(WithFirst):
+    def begin(self, x: Tensor) -> Any:
+        self.of_first = x.detach().std()
+        return 1.0
+
+
+class WithDraw(WithFirst):
+    def begin(self, x: Tensor) -> Any:
+        self.drawn = random.random()
+        return self.drawn
+
+
+REFUSED = (
+    OfBatch, BufferOfBatch, OfParameter, Drawn, OfCounter, ViewOfBuffer, WithFirst, WithBuffer, WithParameter,
+    WithValue, WithDraw,
+)  # fmt: skip
 """Models whose first call makes what no capture knows."""

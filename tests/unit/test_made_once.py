@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import whale
 from tests.made_once import KEEPING, REFUSED, Attention, Buffer, Grown, Inside, Rotary, Shared, batch_of
@@ -56,6 +57,22 @@ def test_an_example_that_is_never_a_batch_leaves_nothing(kind: type[Attention]) 
 def test_what_a_capture_does_not_know_is_refused_with_its_name_and_line(kind: type[Attention]) -> None:
     with pytest.raises(CaptureError, match=r"made_once\.py:\d+: the forward (changes|replaces)"):
         whale.parallelize(built(kind), batch_of(4, 0), device="cpu")
+
+
+def test_a_script_that_resets_a_table_has_another_one() -> None:
+    class Window(Attention):
+        window = 3
+
+        def added(self, n: int, x: Tensor) -> Any:
+            if self.table is None or self.table.size(0) < n:
+                self.table = torch.ones(n, n).triu(1 - self.window) * self.window
+            return self.table[:n, :n]
+
+    local, parallel = built(Window), whale.parallelize(built(Window), batch_of(4, 99), device="cpu")
+    for window in (3, 2):
+        for model in (local, parallel) if window != 3 else ():
+            model.window, model.table = window, None  # type: ignore[assignment]
+        assert losses(parallel, (4, 8)) == pytest.approx(losses(local, (4, 8)), rel=1e-5)
 
 
 def test_a_call_before_makes_what_no_capture_knows() -> None:

@@ -290,5 +290,11 @@ def _load_hugging_face(
         name=f"hf:{model_type}",
         model=model,
         batch=chosen.batch(model, batch_size or ROWS),
-        assumptions=(f"{type(model).__name__}, of the classes of hf:{model_type}", *chosen.assumptions),
+        assumptions=(*_said_of_class(model, chosen.config), *chosen.assumptions),
     )
+
+
+def _said_of_class(model: Any, config: Any) -> tuple[str, ...]:
+    """The class that was taken, of an architecture for text and for images."""
+    towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
+    return (f"the model is a {type(model).__name__}, one of its architecture's classes",) if towers else ()

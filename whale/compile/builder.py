@@ -27,7 +27,7 @@ from whale.compile.unread import check_places, forms_of_unread
 from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
 from whale.graph.copies import variables_of
-from whale.graph.made_once import Attribute, write_made
+from whale.graph.made_once import Attribute, showing, write_made
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster
@@ -225,7 +225,8 @@ class Builder:
         of_loss = self.loss_fn if isinstance(self.loss_fn, CopiedFunction) else None
         variables += of_loss.variables if of_loss is not None else ()
         objects = of_loss.objects if of_loss is not None else ()
-        return parallel_module(self.template, engine, _leaves, self.sources, model, looks, variables, objects)
+        with showing(self.template, self.made_first):
+            return parallel_module(self.template, engine, _leaves, self.sources, model, looks, variables, objects)
 
     def _no_sizes(self) -> AnySize:
         return AnySize(lambda number: ints_of_all(self.world, number, "the comparison of compiled steps"))

@@ -33,7 +33,7 @@ from whale.graph.custom_functions import checking_functions
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.loss_copies import function_of_copy
 from whale.graph.losses import any_sum, pick_loss
-from whale.graph.made_once import Attribute, buffers_made, copied, set_made_buffers, write_made
+from whale.graph.made_once import Attribute, Made, buffers_made, copied, set_made_buffers, write_made
 from whale.graph.nodes import inner_modules, node_copy
 from whale.graph.numbers import numbers_to_tensors
 from whale.graph.origins import SourceLine, located, modules_around, place_of_forward, place_of_node
@@ -132,6 +132,23 @@ class _Found:
     structure: Structure | None = None
     has_loss: bool = True
     buffers: Mapping[Attribute, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Later:
+    """A forward that has made what it keeps, and why it is refused if a later one does anything else differently."""
+
+    made: Made
+    error: CaptureError
+
+    def check(self, now: Made) -> None:
+        """Compare with the next forward.
+
+        Raises:
+            CaptureError: it computes something else, or does not leave again what the first one left.
+        """
+        if now.computed != self.made.computed or not self.made.lost <= now.lost:
+            raise self.error
 
 
 class _Loss(nn.Module):
@@ -374,7 +391,17 @@ def capture(
         x = own.get(name) if x is None else x
         return torch.zeros_like(x, device=device) if values is None and x is not None and x.is_meta else x
 
+    def own_name(name: str) -> str:
+        return name.removeprefix("model.")
+
+    def made_by(steadiness: Steadiness, program: torch.export.ExportedProgram) -> Made:
+        known = {**buffers_made(model), **{one: x for one, x in made.items() if one.kind == "buffer"}}
+        buffers = {f"{path}.{name}".removeprefix("."): x for (path, name, _), x in known.items()}
+        return steadiness.made_once(program, lambda name: buffers.get(own_name(name), value_of(own_name(name))))
+
     made: dict[Attribute, Any] = {}
+    later: list[_Later] = []
+    before_made: list[Listing] = []
     made_buffers: dict[Attribute, torch.Tensor] = {}
 
     def duplicated() -> tuple[nn.Module, LossFn | None]:
@@ -425,22 +452,25 @@ def capture(
                 if given:
                     constant = export(root_of(*duplicated(), values=given)).graph
                     numbers_to_tensors(program.graph, _holes(program, fakes, given), constant)
+                if later and not copying:
+                    later[-1].check(made_by(steadiness, program))
                 if not (copying and steadiness.kept_something):
                     check_static(program.graph, type(model).__name__)
             listings.append(graph_listing(program.graph) if steadiness.kept_something or listings else [])
             if steadiness.kept_something and copying:
                 first = steadiness, listings[0]
             elif steadiness.kept_something:
-                left = steadiness.made_once(program, lambda name: value_of(name.removeprefix("model.")))
                 root = root_of(duplicate, loss, lambda: steadiness.end(found.buffers))
                 try:
                     steadiness.check(program.graph, lambda: exported_again(root), run)
-                except CaptureError:
-                    if not left or not made.keys().isdisjoint(left):
+                except CaptureError as error:
+                    left = made_by(steadiness, program)
+                    if not (steadiness.is_kept_alone and left.attributes and made.keys().isdisjoint(left.attributes)):
                         raise
-                    made.update(left)
-                    listings.clear()
-                    return exported(copying=not _has_values(model))
+                    made.update(left.attributes)
+                    later.append(_Later(left, error))
+                    before_made.append(listings[-1])
+                    return exported(copying=False)
                 steadiness.leave(model)
             _check_constants(program, model)
             _merge_tied(program, duplicate, model)
@@ -455,11 +485,9 @@ def capture(
                 return exported(copying=False)
             raise capture_error(error, model) from error
         if first is not None:
-            num_made = len(made)
             traced = exported(copying=False)
             steadiness, listing = first
-            if len(made) == num_made:
-                steadiness.check_second(listing, listings[-1])
+            steadiness.check_second(listing, before_made[0] if before_made else listings[-1])
             return traced
         made_buffers.update(buffers_made(duplicate))
         return program, entered["stage"]

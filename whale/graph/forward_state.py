@@ -32,6 +32,7 @@ from whale.graph.loss_copies import READ_BY_LOSS
 from whale.graph.made_once import (
     MADE_BUFFERS,
     Attribute,
+    Made,
     buffers_made,
     made_once,
     mark_left,
@@ -274,21 +275,34 @@ class Steadiness:
             self._attributes = self._state.attributes()
             self._changed = {
                 Attribute(path, name, self._kind(path, name)): self._attributes[path][name]
-                for path, name in changed
+                for path, name in [*changed, *self._replaced()]
                 if path is not None and name in self._attributes[path]
             }
             self._changed |= buffers
             mark_left(self._changed)
 
+    def _replaced(self) -> list[tuple[str, str]]:
+        """Attributes that have another object: of one that several have, only the first is seen to be another."""
+        return [
+            (path, name)
+            for path, attributes in self._attributes.items()
+            for name, x in attributes.items()
+            if self._first[path].get(name) is not x
+        ]
+
     def _kind(self, path: str, name: str) -> Literal["value", "object"]:
         now = self._attributes[path][name]
         return "object" if self._first[path].get(name) is now and not isinstance(now, Tensor) else "value"
 
-    def made_once(
-        self, program: torch.export.ExportedProgram, values: Callable[[str], Tensor | None]
-    ) -> dict[Attribute, Any]:
-        """The attributes that the first trace has left, and that hold the same in later steps, if any."""
+    def made_once(self, program: torch.export.ExportedProgram, values: Callable[[str], Tensor | None]) -> Made:
+        """What the trace has made and left, for later steps."""
         return made_once(program, self._changed, values)
+
+    @property
+    def is_kept_alone(self) -> bool:
+        """Whether the trace did nothing that a capture does not know besides what it left: it drew no numbers of
+        Python, read no clock, and changed nothing that the loss has by itself."""
+        return not (self._drawn or self._clocks or any(map(self._state.is_read_by_loss, self._kept)))
 
     @property
     def kept_something(self) -> bool:

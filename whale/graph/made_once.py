@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -25,11 +27,13 @@ from whale.ir.objects import held_under, parts_of, reached
 __all__ = [
     "MADE_BUFFERS",
     "Attribute",
+    "Made",
     "buffers_made",
     "copied",
     "made_once",
     "mark_left",
     "set_made_buffers",
+    "showing",
     "write_made",
 ]
 
@@ -67,11 +71,33 @@ class Attribute(NamedTuple):
     kind: Literal["value", "object", "buffer"] = "value"
 
 
+@dataclass(frozen=True)
 class _Unknown:
-    """A value that a capture does not have."""
+    """A value that a capture does not have: the number of what makes it."""
+
+    number: int
 
 
-_UNKNOWN = _Unknown()
+class _Maker(NamedTuple):
+    """An input, or an operator that makes a value which is not known, or that changes something."""
+
+    token: Hashable
+    sources: tuple[int, ...]
+    changes: bool
+
+
+class Made(NamedTuple):
+    """The tensors that a traced forward has made and left.
+
+    Attributes:
+        attributes: with data in their tensors; empty if none was made.
+        lost: other attributes that it has left, of which the capture does not know all values.
+        computed: all else that it computes; equal for forwards that differ in nothing else than what they make.
+    """
+
+    attributes: dict[Attribute, Any]
+    lost: frozenset[Attribute]
+    computed: Hashable
 
 
 def mark_left(attributes: Mapping[Attribute, Any]) -> None:
@@ -91,20 +117,16 @@ def made_once(
     program: torch.export.ExportedProgram,
     attributes: Mapping[Attribute, Any],
     values: Callable[[str], Tensor | None],
-) -> dict[Attribute, Any]:
-    """The attributes that a traced forward has left, with data in their tensors; those whose tensors have none are left
-    out, and so are all if no tensor was made.
+) -> Made:
+    """Run what makes the tensors that a traced forward has left.
 
     Args:
         program: of the trace.
         attributes: as the trace has left them.
         values: gives a buffer by the name that it has in the program; None for one without data.
     """
-    given = _given(program, values)
-    specs = program.graph_signature.input_specs
-    buffers = [x for spec, x in zip(specs, given, strict=True) if spec.kind is InputKind.BUFFER and x is not _UNKNOWN]
-    run = _Run(buffers)
-    run.graph(program.graph_module, given)
+    run = _Run()
+    outputs = run.graph(program.graph_module, run.given(program, values))
     made: dict[int, Tensor] = {}
     known: dict[Attribute, Any] = {}
     for attribute, value in attributes.items():
@@ -113,7 +135,8 @@ def made_once(
         if is_data and all(x is not None and run.keeps(x) for x in left.values()):
             known[attribute] = value
             made |= {one: x for one, x in left.items() if x is not None}
-    return copied(known, made) if made else {}
+    found = copied(known, made) if made else {}
+    return Made(found, frozenset(attributes.keys() - found.keys()), run.computed(outputs))
 
 
 def copied(attributes: Mapping[Attribute, Any], made: Mapping[int, Tensor] | None = None) -> dict[Attribute, Any]:
@@ -152,6 +175,24 @@ def write_made(model: torch.nn.Module, made: Mapping[Attribute, Any]) -> bool:
         if attribute.kind != "object" or not _write_contents(before, value):
             table[attribute.name] = value
     return changes
+
+
+@contextlib.contextmanager
+def showing(model: torch.nn.Module, made: Mapping[Attribute, Any]) -> Iterator[None]:
+    """Context in which a model has the values that a forward would give to its attributes: a copy of it has them for a
+    script, which sees by them what it resets."""
+    values = [one for one in made if one.kind == "value"]
+    tables = [(model.get_submodule(one.path).__dict__, one.name, made[one]) for one in values]
+    before = [(table, name, table[name]) for table, name, _ in tables if name in table]
+    for table, name, value in tables:
+        table[name] = value
+    try:
+        yield
+    finally:
+        for table, name, _ in tables:
+            table.pop(name, None)
+        for table, name, value in before:
+            table[name] = value
 
 
 def _write_contents(x: Any, like: Any) -> bool:
@@ -203,39 +244,58 @@ def _token(x: Any) -> Any:
     return id(x) if isinstance(x, Tensor) else (type(x), x if isinstance(x, _PLAIN) else None)
 
 
-def _given(program: torch.export.ExportedProgram, values: Callable[[str], Tensor | None]) -> list[Any]:
-    """The values of the placeholders of a program."""
-    found: list[Any] = []
-    for spec in program.graph_signature.input_specs:
-        x: Any = None
-        if spec.kind is InputKind.BUFFER:
-            x = values(spec.target or "")
-        elif spec.kind is InputKind.CONSTANT_TENSOR:
-            x = program.constants[spec.target]
-        found.append(x if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and not x.is_meta else _UNKNOWN)
-    return found
-
-
 class _Run:
-    """Runs the operators of a graph that read no unknown value.
-
-    Args:
-        buffers: of the model, which it leaves as they are.
+    """Runs the operators of a graph that read no unknown value, and leaves buffers as they are.
 
     Attributes:
         made: the tensors of marked nodes.
     """
 
-    def __init__(self, buffers: Iterable[Tensor]) -> None:
+    def __init__(self) -> None:
         self.made: dict[tuple[Any, ...], Tensor] = {}
-        self._of_buffers = set(map(_memory, buffers))
+        self._makers: list[_Maker] = []
+        self._of_buffers: set[int] = set()
         self._own: set[int] = set()
         self._written: set[int] = set()
         self._alive: list[Tensor] = []
 
+    def given(self, program: torch.export.ExportedProgram, values: Callable[[str], Tensor | None]) -> list[Any]:
+        """The values of a program's placeholders."""
+        found: list[Any] = []
+        for spec in program.graph_signature.input_specs:
+            x: Any = None
+            if spec.kind is InputKind.BUFFER:
+                x = values(spec.target or "")
+            elif spec.kind is InputKind.CONSTANT_TENSOR:
+                x = program.constants[spec.target]
+            if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and not x.is_meta:
+                found.append(x)
+                self._alive.append(x)
+                if spec.kind is InputKind.BUFFER:
+                    self._of_buffers.add(_memory(x))
+            else:
+                found.append(self._unknown((str(spec.kind), spec.target or spec.arg.name), ()))
+        return found
+
     def keeps(self, x: Tensor) -> bool:
         """Whether no later step changes a tensor: it is no view of a buffer, and what wrote to it is known."""
         return not {_memory(x)} & (self._written | self._of_buffers)
+
+    def computed(self, outputs: Any) -> Hashable:
+        """A key of what a graph returns and changes, whatever computes that of known values."""
+        leaves = pytree.tree_leaves(outputs)
+        live = {number for number, maker in enumerate(self._makers) if maker.changes}
+        live |= {x.number for x in leaves if isinstance(x, _Unknown)}
+        for number in range(len(self._makers) - 1, -1, -1):  # what makes a value comes before what reads it
+            if number in live:
+                live.update(self._makers[number].sources)
+        place = {number: index for index, number in enumerate(sorted(live))}
+        makers = [
+            (maker.token, tuple(place[source] for source in maker.sources))
+            for number, maker in enumerate(self._makers)
+            if number in live
+        ]
+        return tuple(makers), tuple(place[x.number] if isinstance(x, _Unknown) else self._token(x) for x in leaves)
 
     def graph(self, module: Any, given: Sequence[Any]) -> Any:
         """The values that a graph returns."""
@@ -243,9 +303,9 @@ class _Run:
         holes = iter(given)
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                env[node] = next(holes, _UNKNOWN)
+                env[node] = next(holes)
             elif node.op == "get_attr":
-                env[node] = getattr(module, str(node.target), _UNKNOWN)
+                env[node] = getattr(module, str(node.target), None)
             elif node.op == "output":
                 return fx.map_arg(node.args[0], env.__getitem__)
             else:
@@ -265,28 +325,56 @@ class _Run:
                 return self.graph(args[place], args[place + 1 :])
         values = _without_values(node, args)
         leaves = pytree.tree_leaves((values, kwargs))
-        unknown = any(x is _UNKNOWN or (isinstance(x, Tensor) and _memory(x) in self._written) for x in leaves)
+        unknown = any(isinstance(x, _Unknown) or self._is_written(x) for x in leaves)
+        changes = False
         if isinstance(node.target, torch._ops.OpOverload):
             written = [values[i] if i < len(values) else kwargs.get(a.name) for i, a in _written_arguments(node.target)]
             tensors = [x for x in pytree.tree_leaves(written) if isinstance(x, Tensor)]
-            unknown |= torch.Tag.nondeterministic_seeded in node.target.tags
-            if unknown or any(_memory(x) not in self._own for x in tensors):
+            draws = torch.Tag.nondeterministic_seeded in node.target.tags
+            unknown |= draws or any(_memory(x) not in self._own for x in tensors)
+            changes = draws or (unknown and bool(written))
+            if unknown:
                 self._written |= {_memory(x) for x in tensors}
-                unknown |= bool(tensors)
         elif getattr(node.target, "__module__", None) not in ("_operator", "math"):
-            unknown = True
-        if unknown:
-            return _UNKNOWN
-        try:
-            with torch.no_grad():
-                result = node.target(*values, **kwargs)  # type: ignore[operator]
-        except Exception:  # of any type: it cannot run here, as for a device that this machine has not
-            return _UNKNOWN
+            unknown = changes = True
+        if not unknown:
+            try:
+                with torch.no_grad():
+                    return self._noted(leaves, node.target(*values, **kwargs))  # type: ignore[operator]
+            except Exception:  # of any type: it cannot run here, as for a device that this machine has not
+                pass
+        known, spec = pytree.tree_flatten((values, kwargs))
+        token = str(node.target), str(spec), tuple(map(self._token, known)), _modes()
+        return self._unknown(token, tuple(x.number for x in known if isinstance(x, _Unknown)), changes=changes)
+
+    def _unknown(self, token: Hashable, sources: tuple[int, ...], *, changes: bool = False) -> _Unknown:
+        self._makers.append(_Maker(token, sources, changes))
+        return _Unknown(len(self._makers) - 1)
+
+    def _noted(self, leaves: Sequence[Any], result: Any) -> Any:
+        """A result of an operator with these arguments, whose memory is its own if none of them has it."""
         given = {_memory(x) for x in leaves if isinstance(x, Tensor)}
-        for x in pytree.tree_leaves(result):
-            if isinstance(x, Tensor) and _memory(x) not in given:
-                self._own.add(_memory(x))
+        self._own |= {_memory(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)} - given
         return result
+
+    def _is_written(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and _memory(x) in self._written
+
+    def _token(self, x: Any) -> Hashable:
+        """A key of an argument; what makes an unknown one is among the sources of the operator."""
+        if isinstance(x, _Unknown) or self._is_written(x):
+            return "unknown"
+        if isinstance(x, torch.nn.Module):
+            return str(getattr(x, "graph", ""))
+        if not isinstance(x, Tensor):
+            return repr(x)
+        data = x.detach().cpu().contiguous().view(-1)
+        return str(x.dtype), tuple(x.shape), hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _modes() -> Hashable:
+    """The modes of regions in which operators run, that their arguments do not say."""
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
 
 def _memory(x: Tensor) -> int:
@@ -302,7 +390,7 @@ def _without_values(node: fx.Node, args: Sequence[Any]) -> Sequence[Any]:
     """The arguments of an operator; in the place of an unknown tensor whose shape alone it reads, another one."""
     packet: Any = getattr(node.target, "overloadpacket", None)
     place = _OF_SHAPES.get(packet)
-    if place is None or place >= len(args) or args[place] is not _UNKNOWN:
+    if place is None or place >= len(args) or not isinstance(args[place], _Unknown):
         return args
     source = node.args[place]
     fake = source.meta.get("val") if isinstance(source, fx.Node) else None
