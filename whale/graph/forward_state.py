@@ -295,7 +295,7 @@ class Steadiness:
         return "object" if self._first[path].get(name) is now and not isinstance(now, Tensor) else "value"
 
     def made_once(self, program: torch.export.ExportedProgram, values: Callable[[str], Tensor | None]) -> Made:
-        """What the trace has made and left, for later steps."""
+        """The tensors that the trace has made and left, for later steps."""
         return made_once(program, self._changed, values)
 
     @property
