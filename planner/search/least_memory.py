@@ -18,7 +18,10 @@ from whale.planner.search.evaluate import fitted
 from whale.planner.search.plan_search import best_of, step_seconds
 from whale.planner.search.problem import Candidate, Dropped, Found, SearchSettings
 
-__all__ = ["aligned", "together", "with_least"]
+__all__ = ["LEAST_GAIN", "aligned", "together", "with_least"]
+
+LEAST_GAIN = 0.01
+"""Part of a step from which on plans are taken whose replicas divide the states of the optimizer, to save time."""
 
 
 def aligned(found: Found, settings: SearchSettings) -> Found:
@@ -70,7 +73,7 @@ def together(found: Sequence[Found], top: int) -> Found:
 
 def _least(prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings) -> Candidate:
     """A candidate with the least on the host in each stage with which it fits, then with the least level and the least
-    recompute, whichever is decided first; itself, or with the least of one alone, where that is faster."""
+    recompute, whichever is decided first; itself, or with the least of one alone, where that is faster by some."""
     ranks = [stage.ranks for stage in candidate.stages]
 
     def under(
@@ -119,4 +122,6 @@ def _least(prices: CostModel, candidate: Candidate, batch: int, settings: Search
 
     start = least_offload(candidate)
     rules, levels = least_rules(start), least_levels(start)
-    return min((least_levels(rules), least_rules(levels), rules, levels, start, candidate), key=step_seconds)
+    least = min((least_levels(rules), least_rules(levels)), key=step_seconds)
+    fastest = min((rules, levels, start, candidate), key=step_seconds)
+    return fastest if step_seconds(fastest) < (1 - LEAST_GAIN) * step_seconds(least) else least

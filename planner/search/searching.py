@@ -52,7 +52,7 @@ from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.stage import CostModel
 from whale.planner.cost.stage_cost import Memo
 from whale.planner.search.evaluate import fitted
-from whale.planner.search.least_memory import aligned, together, with_least
+from whale.planner.search.least_memory import LEAST_GAIN, aligned, together, with_least
 from whale.planner.search.plan_search import PlanSearch, step_seconds
 from whale.planner.search.problem import Candidate, Fixed, Found, Progress, SearchSettings, Stopped
 from whale.planner.search.remedies import hosts_hold
@@ -61,9 +61,6 @@ from whale.planner.search.space import Chain, pools_of
 from whale.planner.search.table import CostTable
 
 __all__ = ["search"]
-
-LEAST_GAIN = 0.01
-"""Part of a step from which on plans are taken whose replicas divide the states of the optimizer, to save time."""
 
 LEAST_GAP = 0.1
 """Part of a step by which it could be shorter if all devices computed all the time, from which on it is found out what

@@ -294,13 +294,19 @@ def searched(cluster: Cluster, **given: Any) -> Searched:
     return search_plans(profile, cluster, batch=16, settings=settings, trial=trial, with_rules=trial.with_rules)
 
 
-def card(memory_mib: int, name: str = "cpu", speed: float = 1e10) -> DeviceType:
-    return DeviceType.of(name, speed={"float32": speed}, memory_bytes=memory_mib * 2**20, memory_bandwidth=1e9)
+def card(memory_mib: int, name: str = "cpu", speed: float = 1e10, bandwidth: float = 1e9) -> DeviceType:
+    return DeviceType.of(name, speed={"float32": speed}, memory_bytes=memory_mib * 2**20, memory_bandwidth=bandwidth)
 
 
-def test_a_search_divides_only_what_memory_needs() -> None:
-    roomy = searched(machines(4, card=card(300)), zero="auto")
-    assert all(one.state is None for one in roomy.best.plan.stages)
+def test_a_search_divides_what_is_updated_faster_so() -> None:
+    fast = searched(machines(4, card=card(300, bandwidth=1e13)), zero="auto")
+    assert all(one.state is None for one in fast.best.plan.stages)
+    slow, whole = (searched(machines(4, card=card(300)), zero=zero) for zero in ("auto", 0))
+    assert all(one.state is not None and one.state.level == 1 for one in slow.best.plan.stages)
+    assert slow.best.prediction.step_seconds < 0.99 * whole.best.prediction.step_seconds
+
+
+def test_a_search_divides_what_memory_needs() -> None:
     tight = searched(machines(4, card=card(160)), zero="auto")
     (chosen,) = tight.best.plan.stages
     assert chosen.state is not None
