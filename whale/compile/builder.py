@@ -216,7 +216,7 @@ class Builder:
         )
         data = self._rank_step(compilation)
         step = self._assemble(self._with_kernels(data, held, example), held)
-        self._learn(Kind(modes if any(modes) else (), "loss"), example, PlacedStep(compilation, data))
+        self._learn(Kind(modes if any(modes) else (), "loss"), example, PlacedStep(compilation, data), held)
         engine.install(example, modes if any(modes) else (), step)
         if bring == "parts" and engine.local is not None:
             engine.local.divide_samples(step.stages, example)
@@ -231,11 +231,11 @@ class Builder:
     def _no_sizes(self) -> AnySize:
         return AnySize(lambda number: ints_of_all(self.world, number, "the comparison of compiled steps"))
 
-    def _learn(self, kind: Kind, batch: Mapping[str, Any], placed: PlacedStep) -> None:
+    def _learn(self, kind: Kind, batch: Mapping[str, Any], placed: PlacedStep, tensors: Mapping[str, Tensor]) -> None:
         """Let a compiled step be one of those from which steps for other sizes are made. All ranks must call it."""
 
         def trace_other(batch: Mapping[str, Any]) -> Traced:
-            return self._trace(batch, kind.modes, kind.returns, kind.numbers, {})
+            return self._trace(batch, kind.modes, kind.returns, kind.numbers, tensors)
 
         def place_like(compilation: Compilation, traced: Traced) -> PlacedStep | None:
             found = placed_like(compilation, traced, rows_of(traced, self.options, self.rows))
@@ -317,11 +317,11 @@ class Builder:
             write_made(self.template, self.made_first)
         changes.write(self.template)
         try:
-            compilation = self._compiled(batch, modes, returns, numbers, tensors)
+            compilation = self._compiled(self._trace(batch, modes, returns, numbers, tensors))
         except CaptureError:  # where it is not for the numbers, the same is raised again
             if not numbers:
                 raise
-            compilation, numbers, kind = self._compiled(batch, modes, returns, (), tensors), (), None
+            compilation, numbers, kind = self._compiled(self._trace(batch, modes, returns, (), tensors)), (), None
         is_last = write_made(self.template, compilation.captured.made) or bool(self.made_first and not has_run)
         self.made_first = {}
         if is_last:
@@ -338,21 +338,14 @@ class Builder:
             compilation.check(self.world.rank, clock)
         data = self._rank_step(compilation)
         if kind is not None:
-            self._learn(kind, varying, PlacedStep(compilation, data))
+            self._learn(kind, varying, PlacedStep(compilation, data), tensors)
         step = self._assemble(self._with_kernels(data, tensors, batch), tensors)
         return replace(step, numbers=tuple(numbers), is_last=is_last)
 
-    def _compiled(
-        self,
-        batch: Mapping[str, Any],
-        modes: Modes,
-        returns: Returns,
-        numbers: Collection[str],
-        tensors: Mapping[str, Tensor],
-    ) -> Compilation:
+    def _compiled(self, traced: Traced) -> Compilation:
         assert self.first is not None
         return compile_traced(
-            self._trace(batch, modes, returns, numbers, tensors),
+            traced,
             self.cluster,
             self.options,
             device=self.world.device,

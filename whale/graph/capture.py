@@ -33,7 +33,17 @@ from whale.graph.custom_functions import checking_functions
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.loss_copies import function_of_copy
 from whale.graph.losses import any_sum, pick_loss
-from whale.graph.made_once import Attribute, Made, buffers_made, copied, set_made_buffers, write_made
+from whale.graph.made_once import (
+    Attribute,
+    Left,
+    Made,
+    buffers_made,
+    copied,
+    left_by,
+    made_once,
+    set_made_buffers,
+    write_made,
+)
 from whale.graph.nodes import inner_modules, node_copy
 from whale.graph.numbers import numbers_to_tensors
 from whale.graph.origins import SourceLine, located, modules_around, place_of_forward, place_of_node
@@ -394,10 +404,10 @@ def capture(
     def own_name(name: str) -> str:
         return name.removeprefix("model.")
 
-    def made_by(steadiness: Steadiness, program: torch.export.ExportedProgram) -> Made:
+    def made_by(left: Left, program: torch.export.ExportedProgram) -> Made:
         known = {**buffers_made(model), **{one: x for one, x in made.items() if one.kind == "buffer"}}
         buffers = {f"{path}.{name}".removeprefix("."): x for (path, name, _), x in known.items()}
-        return steadiness.made_once(program, lambda name: buffers.get(own_name(name), value_of(own_name(name))))
+        return made_once(program, left, lambda name: buffers.get(own_name(name), value_of(own_name(name))))
 
     made: dict[Attribute, Any] = {}
     later: list[_Later] = []
@@ -453,7 +463,7 @@ def capture(
                     constant = export(root_of(*duplicated(), values=given)).graph
                     numbers_to_tensors(program.graph, _holes(program, fakes, given), constant)
                 if later and not copying:
-                    later[-1].check(made_by(steadiness, program))
+                    later[-1].check(made_by(left_by(steadiness.left), program))
                 if not (copying and steadiness.kept_something):
                     check_static(program.graph, type(model).__name__)
             listings.append(graph_listing(program.graph) if steadiness.kept_something or listings else [])
@@ -461,14 +471,15 @@ def capture(
                 first = steadiness, listings[0]
             elif steadiness.kept_something:
                 root = root_of(duplicate, loss, lambda: steadiness.end(found.buffers))
+                left, is_alone = left_by(steadiness.left), steadiness.is_kept_alone
                 try:
                     steadiness.check(program.graph, lambda: exported_again(root), run)
                 except CaptureError as error:
-                    left = made_by(steadiness, program)
-                    if not (steadiness.is_kept_alone and left.attributes and made.keys().isdisjoint(left.attributes)):
+                    makes = made_by(left, program)
+                    if not (is_alone and makes.attributes and made.keys().isdisjoint(makes.attributes)):
                         raise
-                    made.update(left.attributes)
-                    later.append(_Later(left, error))
+                    made.update(makes.attributes)
+                    later.append(_Later(makes, error))
                     before_made.append(listings[-1])
                     return exported(copying=False)
                 steadiness.leave(model)

@@ -32,9 +32,7 @@ from whale.graph.loss_copies import READ_BY_LOSS
 from whale.graph.made_once import (
     MADE_BUFFERS,
     Attribute,
-    Made,
     buffers_made,
-    made_once,
     mark_left,
     set_made_buffers,
     write_made,
@@ -294,9 +292,10 @@ class Steadiness:
         now = self._attributes[path][name]
         return "object" if self._first[path].get(name) is now and not isinstance(now, Tensor) else "value"
 
-    def made_once(self, program: torch.export.ExportedProgram, values: Callable[[str], Tensor | None]) -> Made:
-        """The tensors that the trace has made and left, for later steps."""
-        return made_once(program, self._changed, values)
+    @property
+    def left(self) -> dict[Attribute, Any]:
+        """The attributes that the last trace has left as others than they were."""
+        return self._changed
 
     @property
     def is_kept_alone(self) -> bool:

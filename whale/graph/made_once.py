@@ -27,9 +27,11 @@ from whale.ir.objects import held_under, parts_of, reached
 __all__ = [
     "MADE_BUFFERS",
     "Attribute",
+    "Left",
     "Made",
     "buffers_made",
     "copied",
+    "left_by",
     "made_once",
     "mark_left",
     "set_made_buffers",
@@ -113,30 +115,52 @@ def mark_left(attributes: Mapping[Attribute, Any]) -> None:
                 node.meta["custom"] = {**custom, _MARK: (*custom.get(_MARK, ()), (*attribute, place))}
 
 
+class Left(NamedTuple):
+    """The attributes that a traced forward has left.
+
+    Attributes:
+        known: copies of those that have data alone, which a later trace does not change.
+        lost: others, as those with modules.
+    """
+
+    known: dict[Attribute, Any]
+    lost: frozenset[Attribute]
+
+
+def left_by(attributes: Mapping[Attribute, Any]) -> Left:
+    """The attributes, as a traced forward has left them."""
+    data = {
+        name: value
+        for name, value in attributes.items()
+        if not any(isinstance(x, torch.nn.Module) for x in _all_of(value))
+    }
+    known = copied(data)
+    return Left(known, frozenset(attributes.keys() - known.keys()))
+
+
 def made_once(
     program: torch.export.ExportedProgram,
-    attributes: Mapping[Attribute, Any],
+    left: Left,
     values: Callable[[str], Tensor | None],
 ) -> Made:
     """Run what makes the tensors that a traced forward has left.
 
     Args:
         program: of the trace.
-        attributes: as the trace has left them.
+        left: attributes, as the trace has left them.
         values: gives a buffer by the name that it has in the program; None for one without data.
     """
     run = _Run()
     outputs = run.graph(program.graph_module, run.given(program, values))
     made: dict[int, Tensor] = {}
     known: dict[Attribute, Any] = {}
-    for attribute, value in attributes.items():
-        left = {id(x): run.made.get((*attribute, place)) for place, x in enumerate(_left(value))}
-        is_data = not any(isinstance(x, torch.nn.Module) for x in _all_of(value))
-        if is_data and all(x is not None and run.keeps(x) for x in left.values()):
+    for attribute, value in left.known.items():
+        tensors = {id(x): run.made.get((*attribute, place)) for place, x in enumerate(_left(value))}
+        if all(x is not None and run.keeps(x) for x in tensors.values()):
             known[attribute] = value
-            made |= {one: x for one, x in left.items() if x is not None}
+            made |= {one: x for one, x in tensors.items() if x is not None}
     found = copied(known, made) if made else {}
-    return Made(found, frozenset(attributes.keys() - found.keys()), run.computed(outputs))
+    return Made(found, left.lost | (left.known.keys() - found.keys()), run.computed(outputs))
 
 
 def copied(attributes: Mapping[Attribute, Any], made: Mapping[int, Tensor] | None = None) -> dict[Attribute, Any]:
@@ -268,7 +292,10 @@ class _Run:
                 x = values(spec.target or "")
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 x = program.constants[spec.target]
-            if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and not x.is_meta:
+            is_data = (
+                isinstance(x, Tensor) and x.layout is torch.strided and not (x.is_meta or isinstance(x, FakeTensor))
+            )
+            if is_data:
                 found.append(x)
                 self._alive.append(x)
                 if spec.kind is InputKind.BUFFER:
@@ -368,7 +395,7 @@ class _Run:
             return str(getattr(x, "graph", ""))
         if not isinstance(x, Tensor):
             return repr(x)
-        data = x.detach().cpu().contiguous().view(-1)
+        data = x.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
         return str(x.dtype), tuple(x.shape), hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
