@@ -27,7 +27,7 @@ from whale.compile.unread import check_places, forms_of_unread
 from whale.errors import CaptureError, WorkerError
 from whale.graph.capture import batch_leaves
 from whale.graph.copies import variables_of
-from whale.graph.made_once import Attribute, showing, write_made
+from whale.graph.made_once import copied, write_made
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster
@@ -118,7 +118,6 @@ class Builder:
         self.loss_group: Any = None
         self.host_group: Any = None
         self.first: Compilation | None = None
-        self.made_first: Mapping[Attribute, Any] = {}
         self.any_size = self._no_sizes()
         self.shards: dict[str, Shard] = {}
         self.layouts: dict[str, tuple[int, ...]] = {}
@@ -145,7 +144,7 @@ class Builder:
         """
         model, world = self.model, self.world
         assert model is not None
-        self.first, self.made_first = compilation, compilation.captured.made
+        self.first = compilation
         self.rows = compilation.rows[0]
         shards = compilation.shards()
         named = dict(model.named_parameters())
@@ -217,6 +216,7 @@ class Builder:
         data = self._rank_step(compilation)
         step = self._assemble(self._with_kernels(data, held, example), held)
         self._learn(Kind(modes if any(modes) else (), "loss"), example, PlacedStep(compilation, data), held)
+        step = replace(step, leaves=self._kept_by(compilation, Changes()))
         engine.install(example, modes if any(modes) else (), step)
         if bring == "parts" and engine.local is not None:
             engine.local.divide_samples(step.stages, example)
@@ -225,8 +225,7 @@ class Builder:
         of_loss = self.loss_fn if isinstance(self.loss_fn, CopiedFunction) else None
         variables += of_loss.variables if of_loss is not None else ()
         objects = of_loss.objects if of_loss is not None else ()
-        with showing(self.template, self.made_first):
-            return parallel_module(self.template, engine, _leaves, self.sources, model, looks, variables, objects)
+        return parallel_module(self.template, engine, _leaves, self.sources, model, looks, variables, objects)
 
     def _no_sizes(self) -> AnySize:
         return AnySize(lambda number: ints_of_all(self.world, number, "the comparison of compiled steps"))
@@ -303,18 +302,14 @@ class Builder:
         tensors: Mapping[str, Tensor],
         returns: Returns,
         numbers: Collection[str],
-        has_run: bool,
     ) -> CompiledStep:
         """A step for batches of another signature, for modules in other modes or with other attributes, or that returns
-        something else; parameters stay where they are. It takes *numbers* as tensors, if the model can. Where no step
-        *has_run*, what the forward made for the example batch is forgotten."""
+        something else; parameters stay where they are. It takes *numbers* as tensors, if the model can."""
         kind: Kind | None = Kind(modes, returns, changes.key, tuple(numbers))
         varying = {name: _ANY_NUMBER if name in numbers else leaf for name, leaf in batch.items()}
         made = self.any_size.step(kind, varying)
         if made is not None:
             return replace(self._assemble(made, tensors), numbers=tuple(numbers), is_made=True)
-        if has_run:
-            write_made(self.template, self.made_first)
         changes.write(self.template)
         try:
             compilation = self._compiled(self._trace(batch, modes, returns, numbers, tensors))
@@ -322,10 +317,6 @@ class Builder:
             if not numbers:
                 raise
             compilation, numbers, kind = self._compiled(self._trace(batch, modes, returns, (), tensors)), (), None
-        is_last = write_made(self.template, compilation.captured.made) or bool(self.made_first and not has_run)
-        self.made_first = {}
-        if is_last:
-            self.any_size = self._no_sizes()
         needed = compilation.shards()
         check_places(needed, self.shards)
         for name, shard in needed.items():
@@ -340,7 +331,24 @@ class Builder:
         if kind is not None:
             self._learn(kind, varying, PlacedStep(compilation, data), tensors)
         step = self._assemble(self._with_kernels(data, tensors, batch), tensors)
-        return replace(step, numbers=tuple(numbers), is_last=is_last)
+        return replace(step, numbers=tuple(numbers), leaves=self._kept_by(compilation, changes))
+
+    def _kept_by(self, compilation: Compilation, changes: Changes) -> Callable[[nn.Module], bool] | None:
+        """Gives a model what a compiled forward makes and keeps, and says whether that is another one than others have
+        read; None if it makes nothing."""
+        made = compilation.captured.made
+        if not made:
+            return None
+
+        def leave(model: nn.Module) -> bool:
+            by_script = any(one.name in changes.names.get(one.path, ()) for one in made)
+            outdated = write_made(self.template, copied(made)) or by_script
+            write_made(model, copied({one: x for one, x in made.items() if one.kind != "buffer"}))
+            if outdated:
+                self.any_size = self._no_sizes()
+            return outdated
+
+        return leave
 
     def _compiled(self, traced: Traced) -> Compilation:
         assert self.first is not None

@@ -35,7 +35,6 @@ __all__ = [
     "made_once",
     "mark_left",
     "set_made_buffers",
-    "showing",
     "write_made",
 ]
 
@@ -199,24 +198,6 @@ def write_made(model: torch.nn.Module, made: Mapping[Attribute, Any]) -> bool:
         if attribute.kind != "object" or not _write_contents(before, value):
             table[attribute.name] = value
     return changes
-
-
-@contextlib.contextmanager
-def showing(model: torch.nn.Module, made: Mapping[Attribute, Any]) -> Iterator[None]:
-    """Context in which a model has the values that a forward would give to its attributes: a copy of it has them for a
-    script, which sees by them what it resets."""
-    values = [one for one in made if one.kind == "value"]
-    tables = [(model.get_submodule(one.path).__dict__, one.name, made[one]) for one in values]
-    before = [(table, name, table[name]) for table, name, _ in tables if name in table]
-    for table, name, value in tables:
-        table[name] = value
-    try:
-        yield
-    finally:
-        for table, name, _ in tables:
-            table.pop(name, None)
-        for table, name, value in before:
-            table[name] = value
 
 
 def _write_contents(x: Any, like: Any) -> bool:

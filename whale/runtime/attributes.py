@@ -69,12 +69,18 @@ class Changes(NamedTuple):
         names: attributes of modules, of their parameters, and hooks, that were changed at any time, by path.
         source: gives the model that has their values; what it does not have was deleted.
         sources: what its code names.
+        attributes: of which these are the differences.
     """
 
     key: tuple[tuple[str, Hashable], ...] = ()
     names: Mapping[str, Collection[str | int]] = {}
     source: Callable[[], nn.Module | None] = lambda: None
     sources: Sources = Sources()
+    attributes: Attributes | None = None
+
+    def take(self, leave: Callable[[nn.Module], bool]) -> tuple[Changes, bool]:
+        """Let a step give the model what its forward keeps; see :meth:`Attributes.take`."""
+        return (self, False) if self.attributes is None else self.attributes.take(leave)
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={_shown(token)}" for name, token in self.key)
@@ -222,6 +228,20 @@ class Attributes:
             self._look()
         return self._changes
 
+    def take(self, leave: Callable[[nn.Module], bool]) -> tuple[Changes, bool]:
+        """Let a step give the model values, which are its first ones from then on; the differences of the others, and
+        what *leave* returns."""
+        root = self._root()
+        before = self._tokens()
+        says = root is not None and leave(root)
+        now = self._tokens()
+        for name in [name for name in now if before.get(name) != now[name]]:
+            self.first[name] = now[name]
+            self.ever.pop(name, None)
+        self._compare()
+        self._look()
+        return self._changes, says
+
     def unlike(self, other: Attributes) -> list[str]:
         """Names of values that are not the first ones, and that *other*, of an alike model, does not have now,
         except those that the model's code sets."""
@@ -262,7 +282,7 @@ class Attributes:
             if owner in modules or isinstance(name, int):
                 names.setdefault(owner, []).append(name)
         key = tuple((_full_name(owner, name), now.get((owner, name))) for owner, name in changed)
-        self._changes = Changes(key, names, self._root, self.sources)
+        self._changes = Changes(key, names, self._root, self.sources, self)
 
     def _roots(self) -> Iterator[tuple[str, Mapping[Any, Any], Collection[Any]]]:
         """Tables with the names of their owners, and the names in each that matter."""

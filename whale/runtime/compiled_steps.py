@@ -85,10 +85,10 @@ class CompiledSteps(Generic[Step]):
                 )
                 self._kinds = None
 
-    def clear(self) -> None:
-        """Drop all."""
-        self._steps.clear()
-        self._made.clear()
+    def keep(self, holds: Callable[[Step], bool]) -> None:
+        """Drop those for which it does not hold."""
+        self._steps = {key: step for key, step in self._steps.items() if holds(step)}
+        self._made &= self._steps.keys()
 
     def _drop_one(self, among: Collection[StepKey], limit: int) -> None:
         if len(among) > limit:

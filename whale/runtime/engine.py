@@ -82,8 +82,8 @@ class CompiledStep:
     ``outputs`` says how the model's output is made, in steps that return it. ``sums`` are the terms of what local
     batches are summed for, ``gathered`` the leaves of local batches that are gathered, once that is known, ``numbers``
     those of type float that it takes as tensors; ``is_made`` says that it was made of others, which takes little time,
-    and not compiled; ``is_last`` that those compiled before compute with what its forward has made anew. ``count`` is
-    what divides the loss of each replica, if their gradients are combined."""
+    and not compiled. ``count`` is what divides the loss of each replica, if their gradients are combined. ``leaves``
+    gives a model what the forward makes and keeps, and says whether steps compiled before compute with another one."""
 
     executor: Executor
     stages: Sequence[LocalStage]
@@ -94,15 +94,13 @@ class CompiledStep:
     gathered: tuple[str, ...] | None = None
     numbers: tuple[str, ...] = ()
     is_made: bool = False
-    is_last: bool = False
     count: ReplicaCounts | None = None
+    leaves: Callable[[nn.Module], bool] | None = None
 
 
-StepSource = Callable[
-    [Mapping[str, Any], Modes, Changes, Mapping[str, Tensor], Returns, Collection[str], bool], CompiledStep
-]
+StepSource = Callable[[Mapping[str, Any], Modes, Changes, Mapping[str, Tensor], Returns, Collection[str]], CompiledStep]
 """Compiles a step for a batch (by leaf name), for modules in these modes and with these attributes, over these tensors
-of this rank, which takes these numbers of the batch as tensors, if it can; it is given whether any step has run."""
+of this rank, which takes these numbers of the batch as tensors, if it can."""
 
 
 class Result(NamedTuple):
@@ -142,7 +140,6 @@ class Engine:
         done: what the script has done to gradients since the last step, which all ranks must do.
         hook: makes the sums of gradients that it fits; None: all are summed by an all-reduce.
         constants: those of them that decide more than values, so that steps are compiled for each.
-        has_run: whether there was a step.
     """
 
     world: World
@@ -172,7 +169,6 @@ class Engine:
     hook: CommHook | None = field(init=False, default=None)
     _shapes: list[torch.Size] = field(init=False)
     _num_steps: int = field(default=0, init=False)
-    has_run: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.steps = CompiledSteps(self.world.warn)
@@ -359,14 +355,16 @@ class Engine:
         if step is None:
             if agree is not None:
                 agree()
-            step = self.source(batch, modes, changes, self.tensors, returns, numbers, self.has_run)
+            step = self.source(batch, modes, changes, self.tensors, returns, numbers)
             if step.numbers != tuple(numbers):
                 self.constants |= set(numbers)
                 kind = kind._replace(batch=signature(batch))
-            if step.is_last:
-                self.steps.clear()
             self.steps.add(kind, step, is_made=step.is_made)
-        self.has_run = True
+        if step.leaves is not None:
+            after, outdated = changes.take(step.leaves)
+            step = replace(step, leaves=None)
+            self.steps.keep(lambda other: not outdated and other.leaves is None)  # others begin from another state
+            self.steps.add(kind._replace(attributes=after.key), step, is_made=step.is_made)
         return step
 
     def _check_gradients(self) -> None:
