@@ -69,18 +69,19 @@ class Changes(NamedTuple):
         names: attributes of modules, of their parameters, and hooks, that were changed at any time, by path.
         source: gives the model that has their values; what it does not have was deleted.
         sources: what its code names.
-        attributes: of which these are the differences.
+        attributes: gives those of which these are the differences, which keep these.
     """
 
     key: tuple[tuple[str, Hashable], ...] = ()
     names: Mapping[str, Collection[str | int]] = {}
     source: Callable[[], nn.Module | None] = lambda: None
     sources: Sources = Sources()
-    attributes: Attributes | None = None
+    attributes: Callable[[], Attributes | None] = lambda: None
 
     def take(self, leave: Callable[[nn.Module], bool]) -> tuple[Changes, bool]:
         """Let a step give the model what its forward keeps; see :meth:`Attributes.take`."""
-        return (self, False) if self.attributes is None else self.attributes.take(leave)
+        attributes = self.attributes()
+        return (self, False) if attributes is None else attributes.take(leave)
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={_shown(token)}" for name, token in self.key)
@@ -282,7 +283,7 @@ class Attributes:
             if owner in modules or isinstance(name, int):
                 names.setdefault(owner, []).append(name)
         key = tuple((_full_name(owner, name), now.get((owner, name))) for owner, name in changed)
-        self._changes = Changes(key, names, self._root, self.sources, self)
+        self._changes = Changes(key, names, self._root, self.sources, ref(self))
 
     def _roots(self) -> Iterator[tuple[str, Mapping[Any, Any], Collection[Any]]]:
         """Tables with the names of their owners, and the names in each that matter."""
