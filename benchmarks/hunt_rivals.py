@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -13,10 +13,11 @@ from hunt_cases import Problem
 from whale.commands.searching import Searched
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
+from whale.ir.state import StateSharding
 from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import Candidate, SearchSettings, StageChoice
-from whale.planner.search.evaluate import score
+from whale.planner.search.evaluate import fitted
 from whale.planner.search.layout import fastest_rows
 
 __all__ = ["Makers", "Rival", "random_meshes", "rivals", "simple_meshes"]
@@ -81,6 +82,9 @@ class Makers:
             groups = self._groups(mesh)
             held = in_flight("1f1b", len(meshes), index, micro_batches)
             own = fastest_rows(self.prices, layers, groups, self.batch // micro_batches, micro_batches, held)
+            level = self.prices.stack.zero
+            if level and 0 in own and sum(own) >= len(own):
+                return None  # a replica without rows has no state
             stages.append(
                 StageChoice(
                     first=layers.start,
@@ -90,9 +94,14 @@ class Makers:
                     tensor=mesh.tensor,
                     expert=mesh.expert,
                     rows=own,
+                    state=StateSharding(level) if level else None,
                 )
             )
-        return score(self.prices, stages, micro_batches=micro_batches, batch=self.batch)
+        return fitted(self.prices, stages, micro_batches=micro_batches, schedule="1f1b", batch=self.batch)
+
+    def dividing(self, level: int) -> Makers:
+        """The maker of candidates whose replicas divide their state."""
+        return replace(self, prices=self.prices.under("none", level, "none"))
 
     def _knows(self, mesh: Mesh) -> bool:
         return (
@@ -152,16 +161,22 @@ class Makers:
 
 
 def rivals(makers: Makers, searched: Searched | None, numbers: random.Random) -> Iterator[Rival]:
+    dividing = [makers.dividing(level) for level in ((1,) if searched is not None else (1, 3))]
     for kind, meshes in simple_meshes(makers):
         for count in makers.few_counts(len(meshes)):
             if candidate := makers.made(meshes, count):
                 yield Rival(kind, candidate)
+            for one in dividing if any(mesh.data > 1 for mesh in meshes) else ():
+                if candidate := one.made(meshes, count):
+                    yield Rival(f"{kind}, zero {one.prices.stack.zero}", candidate)
     for _ in range(MOST_RANDOM):
         meshes, count = random_meshes(makers, numbers)
-        if candidate := makers.made(meshes, count):
-            yield Rival("random", candidate)
+        for one in (makers, *dividing):
+            if candidate := one.made(meshes, count):
+                yield Rival("random", candidate)
     if searched is not None:
-        yield from islice(_local(makers, searched.best.candidate, numbers), MOST_LOCAL)
+        for one in (makers, *dividing):
+            yield from islice(_local(one, searched.best.candidate, numbers), MOST_LOCAL)
 
 
 def simple_meshes(makers: Makers) -> Iterator[tuple[str, list[Mesh]]]:

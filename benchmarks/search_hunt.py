@@ -4,11 +4,13 @@
     python benchmarks/search_hunt.py --seed 1 --case 17     # one of them, in full
     python benchmarks/search_hunt.py --cases 100 --regions  # with nodes in two regions
 
-A case is searched as ``whale search`` does. Its rivals are data parallelism over all devices and over those of a type,
-tensor parallelism within nodes with replicas or a pipeline across them, one stage a node, one stage a device, random
-plans, and local changes of the found plan: a cut moved, a degree changed, stages joined or split, devices exchanged,
-other micro-batches. A rival is compiled and simulated exactly as the candidates of the search are; of each kind those
-are compiled that the search's cost model ranks first, as many as there is time for.
+A case is searched as ``whale search`` does, with what it decides by default: recompute, divided state, offload. Its
+rivals are data parallelism over all devices and over those of a type, tensor parallelism within nodes with replicas or
+a pipeline across them, one stage a node, one stage a device, random plans, and local changes of the found plan: a cut
+moved, a degree changed, stages joined or split, devices exchanged, other micro-batches. Each is tried with whole state
+and with states of the optimizer that replicas divide, and with all of it divided where nothing was found. A rival is
+compiled and simulated exactly as the candidates of the search are; of each kind those are compiled that the search's
+cost model ranks first, as many as there is time for.
 
 The programs of all ranks of the sold plan go through the static check of the executor. A crash is an error that Whale
 did not write, or one of this check. An error that says that nothing fits is wrong if a rival can be run. A plan wins by
@@ -31,6 +33,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,7 @@ from hunt_rivals import Makers, Rival, rivals
 
 from whale.cli.model_loader import load_model
 from whale.cli.search import SearchedModel, search
+from whale.commands.automatic import context_degrees
 from whale.commands.plan_writer import Choice, PlanWriter, Trial
 from whale.commands.searching import Searched, search_plans, settings_for
 from whale.compile.compilation import Compilation
@@ -149,13 +153,23 @@ def _hunted(problem: Problem, seconds: float, full: bool) -> dict[str, Any]:
     settings = SearchSettings(
         precision=problem.precision or BY_DTYPE.get(model.profile.precision, "fp32"),
         time_limit=TIME_LIMIT * slower,
+        zero="auto",
+        offload="auto",
     )
     settings = settings_for(settings, model.trial, model.profile)
     began = time.process_time()
     error = ""
     searched: Searched | None = None
     try:
-        searched = search_plans(model.profile, cluster, batch=problem.batch, settings=settings, trial=model.trial)
+        searched = search_plans(
+            model.profile,
+            cluster,
+            batch=problem.batch,
+            settings=settings,
+            trial=model.trial,
+            with_rules=partial(model.trial.with_rules, rows=problem.batch),
+            with_cuts=partial(model.trial.with_cuts, degrees=context_degrees(cluster)),
+        )
     except InfeasibleError as raised:
         error = str(raised)
     search_seconds = time.process_time() - began
@@ -255,6 +269,16 @@ def _shown(choice: Choice) -> dict[str, Any]:
         "schedule": candidate.schedule,
         "stages": [
             f"[{one.first},{one.last}) {_ranges(one.ranks)} {one.data}x{one.tensor}x{one.expert} {_rows(one.rows)}"
+            + "".join(
+                f" {what}"
+                for what, is_so in (
+                    (f"zero {one.level}", one.level),
+                    (f"recompute {one.recompute}", one.recompute != "none"),
+                    (f"offload {one.offload}", one.offload != "none"),
+                    (f"context {one.context}", one.context > 1),
+                )
+                if is_so
+            )
             for one in candidate.stages
         ],
     }

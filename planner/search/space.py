@@ -84,7 +84,7 @@ class Pool:
         """Places in `ranks` where groups of *size* devices begin, as `lay_out` forms them of all that it has: within
         nodes, if these have room for any."""
         if size > self.per_node:
-            return list(range(0, len(self.ranks), size))
+            return list(range(0, len(self.ranks) - size + 1, size))
         found: list[int] = []
         begin = 0
         for node in self.nodes:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 from tests.chains import card, chain, layer, machines
 from tests.small_models import decoder, tokens
@@ -20,7 +22,7 @@ from whale.planner.search.evaluate import score
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import PartialPlan, likely_cuts, score_partial
 from whale.planner.search.refine import _moves, refined
-from whale.planner.search.space import Chain, Mesh, pools_of
+from whale.planner.search.space import Chain, Mesh, Pool, pools_of
 from whale.planner.search.table import CostTable
 from whale.strategies.profile import profile_model
 
@@ -65,6 +67,32 @@ def test_rows_that_a_replica_holds_are_those_of_its_fullness() -> None:
                 assert full(rows) == wanted
                 seen.add(wanted)
     assert seen == {True, False}
+
+
+@drawn(
+    nodes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    taken=st.integers(0, 24),
+    size=st.integers(1, 12),
+    context=st.booleans(),
+)
+def test_groups_of_devices_begin_where_there_are_as_many(nodes: list[int], taken: int, size: int, context: bool) -> None:
+    """The first slices of a stage take devices of one pool, one has the rest of it, others those of the next."""
+    ends = list(accumulate(nodes, initial=0))
+    pool = Pool(type=A100, nodes=tuple(tuple(range(*pair)) for pair in pairwise(ends)))
+    leads = pool.leads(size)
+    assert all(lead + size <= len(pool.ranks) for lead in leads)
+    assert all(second - first >= size for first, second in pairwise(leads))
+    fast, slow = card("fast", gib=1.0), card("slow", gib=0.5)
+    cluster = machines([fast] * ends[-1] + [slow] * 12, Link(bandwidth=1e9, latency=1e-5))
+    prices = CostModel.of(profile(), cluster, batch=BATCH)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of((), 8, None))
+    first = min(taken, ends[-1])
+    counts = (first, -first % size)
+    if counts[1] <= 12:
+        mesh = Mesh(counts, *((1, 1, size) if context else (size,)))
+        groups, ranks = meshes.sample(mesh)
+        assert sum(num for _, num in groups) == sum(counts) // size
+        assert {*ranks} <= {*range(ends[-1] + 12)}
 
 
 def test_a_replica_that_owns_state_has_a_row_in_the_table_as_in_the_plan() -> None:
