@@ -314,7 +314,13 @@ class _Searches:
         if not cut.cuts:
             return []
         self.costs = cut
-        return self._fitting([[self.settings.way], *_ways(self.settings, cut)], _is_cut)
+        fitting = self._fitting([[self.settings.way]], _is_cut)
+        if not fitting and found:
+            meshes, best = self._under(self.settings.way).meshes, min(step_seconds(one.best) for one in found)
+            if least_simple(meshes, self.batch, self.settings, is_cut=True) >= (1 - LEAST_GAP) * best:
+                return []  # less memory would not make any of them the fastest
+        fitting = fitting or self._fitting(_ways(self.settings, cut), _is_cut)
+        return fitting + [more for one in fitting for more in self._divided(one)]
 
     def _refuse(self) -> NoReturn:
         """Say what is missing, and what would help."""

@@ -73,10 +73,12 @@ def fastest_simple(meshes: CostTable, batch: int, settings: SearchSettings) -> C
     return _best(meshes, [one for own in _drafts(meshes, batch, settings).values() for one in own], batch)
 
 
-def least_simple(meshes: CostTable, batch: int, settings: SearchSettings) -> float:
-    """Return the least seconds of a step of all simple plans of one stage, whether or not they fit."""
-    every = (one.seconds for own in _drafts(meshes, batch, settings).values() for one in own)
-    return min(every, default=inf)
+def least_simple(meshes: CostTable, batch: int, settings: SearchSettings, *, is_cut: bool = False) -> float:
+    """Return the least seconds of a step of all simple plans, or of those whose devices cut rows, whether or not they
+    fit."""
+    every = (one for own in _drafts(meshes, batch, settings).values() for one in own)
+    some = (one for one in every if not is_cut or any(mesh.context > 1 for mesh in one.draft.meshes))
+    return min((one.seconds for one in some), default=inf)
 
 
 def _drafts(meshes: CostTable, batch: int, settings: SearchSettings) -> dict[str, list[Scored]]:

@@ -510,7 +510,7 @@ class CostTable(ReplicaTable):
         """A tensor group of each kind of slices with their number, and ranks as its data group has them."""
         if mesh not in self._samples:
             counted: dict[TensorGroup, int] = {}
-            data_groups: list[list[int]] = [[], []]  # at the first place of a slice and at the last
+            data_groups: list[dict[int, None]] = [{}, {}]  # at the first place of a slice and at the last
             taken = [0] * len(self.pools)
             for part in replicas_of(mesh):
                 ranks = [
@@ -521,7 +521,10 @@ class CostTable(ReplicaTable):
                 used = [index for index, count in enumerate(part.counts) if count]
                 for own, place in zip(data_groups, (0, -1), strict=True):
                     for index in used if mesh.context > 1 else (used[place],):
-                        own += self._placed(index, taken[index], part.num, part.counts[index], mesh)
+                        for rank in self._placed(index, taken[index], part.num, part.counts[index], mesh):
+                            if rank in own:  # slices of another size before it are not where these would begin
+                                rank = next(one for one in self.pools[index].ranks if one not in own)
+                            own[rank] = None
                 taken = [done + part.num * count for done, count in zip(taken, part.counts, strict=True)]
             node_of = self.prices.cluster.node_of
             slower = max(data_groups, key=lambda own: len({id(node_of(rank)) for rank in own}))

@@ -71,28 +71,34 @@ def test_rows_that_a_replica_holds_are_those_of_its_fullness() -> None:
 
 @drawn(
     nodes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
-    taken=st.integers(0, 24),
+    taken=st.tuples(st.integers(0, 12), st.integers(0, 24)),
     size=st.integers(1, 12),
     context=st.booleans(),
 )
-def test_groups_of_devices_begin_where_there_are_as_many(nodes: list[int], taken: int, size: int, context: bool) -> None:
+def test_groups_of_devices_begin_where_there_are_as_many(
+    nodes: list[int], taken: tuple[int, int], size: int, context: bool
+) -> None:
     """The first slices of a stage take devices of one pool, one has the rest of it, others those of the next."""
     ends = list(accumulate(nodes, initial=0))
     pool = Pool(type=A100, nodes=tuple(tuple(range(*pair)) for pair in pairwise(ends)))
     leads = pool.leads(size)
     assert all(lead + size <= len(pool.ranks) for lead in leads)
     assert all(second - first >= size for first, second in pairwise(leads))
-    fast, slow = card("fast", gib=1.0), card("slow", gib=0.5)
-    cluster = machines([fast] * ends[-1] + [slow] * 12, Link(bandwidth=1e9, latency=1e-5))
-    prices = CostModel.of(profile(), cluster, batch=BATCH)
+    own = [(f"node {place}", card("some", gib=1.0)) for place, count in enumerate(nodes) for _ in range(count)]
+    own += [(f"node of {name}", card(name, gib=0.5)) for name in ("more", "most") for _ in range(12)]
+    cluster = Cluster.of(own, intra=Link(bandwidth=1e9, latency=1e-5), inter=Link(bandwidth=1e8, latency=1e-5))
+    profile = chain([layer({name: 0.01 for name in ("some", "more", "most")})], (0,) * 8)
+    prices = CostModel.of(profile, cluster, batch=BATCH)
     meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of((), 8, None))
-    first = min(taken, ends[-1])
-    counts = (first, -first % size)
-    if counts[1] <= 12:
+    room = [len(one.ranks) for one in meshes.pools]
+    first, second = min(taken[0], room[0]), min(taken[1], room[1])
+    counts = (first, second, -(first + second) % size)
+    if 0 < sum(counts) and counts[2] <= room[2]:
         mesh = Mesh(counts, *((1, 1, size) if context else (size,)))
         groups, ranks = meshes.sample(mesh)
         assert sum(num for _, num in groups) == sum(counts) // size
-        assert {*ranks} <= {*range(ends[-1] + 12)}
+        assert {*ranks} <= {*range(len(own))}
+        assert len({*ranks}) == len(ranks)
 
 
 def test_a_replica_that_owns_state_has_a_row_in_the_table_as_in_the_plan() -> None:
