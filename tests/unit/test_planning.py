@@ -24,7 +24,7 @@ from whale.compile.options import Options
 from whale.compile.trace import trace
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster, DeviceType, Link
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, PlanStage
 from whale.ir.profile import Interference, LinkCurve, ModelProfile
 from whale.ir.workload import Workload
 from whale.planner.balance.by_speed import pipeline_by_speed
@@ -160,6 +160,21 @@ def test_the_profile_of_another_model_is_refused(profile: ModelProfile) -> None:
     other = profile.model_copy(update={"model_hash": "sha256:" + "0" * 64})
     with pytest.raises(UsageError, match="profile this model"):
         plan(other, cluster(2, 1), {"": replicate()})
+
+
+def test_replicas_on_mixed_devices_may_have_a_single_row(profile: ModelProfile) -> None:
+    found = plan(profile, cluster(2, 1), {"": replicate()}, rows=1)
+    assert found.plan.micro_batch_rows == 1
+    whole = found.plan.model_copy(update={"stages": tuple(map(_of_one, found.plan.stages))})
+    model = build()
+    compiled = compile_model(model, tokens(1), cluster(2, 1), Options(plan=whole), device="meta", training=True)
+    assert len(compiled.stages[0].mesh.ranks) == 2
+
+
+def _of_one(stage: PlanStage) -> PlanStage:
+    """The stage with all rows for its first replica."""
+    (axis,) = stage.axes or ()
+    return stage.model_copy(update={"axes": (axis.model_copy(update={"shares": (1, 0)}),)})
 
 
 def test_an_unmodified_model_is_cut_where_devices_are_done_together(profile: ModelProfile) -> None:

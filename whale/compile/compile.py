@@ -512,13 +512,14 @@ def _same_meshes(assignment: Assignment, stages: Sequence[int]) -> bool:
 def _check_units(analysis: Analysis, stages: Sequence[PlacedStage], plan: Plan) -> None:
     """Refuse shares of the plan with more units than anything split along their axis.
 
-    (Rows are counted in the plan itself, against its batch.)
+    (Rows are counted in the plan itself, against its batch; a single one is not cut.)
     """
     for stage, planned in zip(stages, plan.stages, strict=True):
         for position, axis in enumerate(planned.axes or ()):
             factors = {choices[position + 1].factor for choices in stage.choices.values()} - {-1}
             most = max((analysis.factors.size(factor) for factor in factors), default=0)
-            if axis.counts_units and sum(axis.shares) > most:
+            is_one = axis.divides_batch and sum(axis.shares) == 1
+            if axis.counts_units and sum(axis.shares) > most and not is_one:
                 raise PlanMismatchError(
                     f"the plan's stages.{stage.index}.axes.{position}.shares sum to {sum(axis.shares)} units, but what "
                     f"the model cuts along {axis.name!r} has at most {most}; use whole numbers that sum to at most "
