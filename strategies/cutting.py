@@ -7,7 +7,7 @@ range.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -20,7 +20,7 @@ from whale.ir.strategy import Along, RegionRole, divides_batch
 from whale.ir.virtual_device import VirtualDevice
 from whale.strategies.analysis import Analysis
 
-__all__ = ["cut_along"]
+__all__ = ["cut_along", "dim_along"]
 
 
 def cut_along(
@@ -58,6 +58,24 @@ def cut_along(
     return {node: known[own] for node, own in roles.items()}
 
 
+def dim_along(captured: Captured, analysis: Analysis, members: Sequence[fx.Node] | None, dim: int) -> int | None:
+    """The dim of what comes into a region with which ``split`` cuts its operators as it cuts the whole model along
+    *dim* of the batch: a table of positions takes no rows; None if there is none.
+
+    Args:
+        members: the region's operators; None: the model.
+    """
+    every = [node for node in captured.graph.nodes if is_call(node)]
+    members = every if members is None else members
+    wanted = next(_cuttable(captured, analysis, every, dim), None)
+    ranks = [len(value_shape(value)) for value in _incoming(captured, members)]
+    for own in dict.fromkeys((dim, *range(max(ranks, default=0)))):
+        found = next(_cuttable(captured, analysis, members, own), None)
+        if wanted is not None and found is not None and found[2] == wanted[2] != analysis.batch_factor:
+            return own
+    return None
+
+
 def _of(region: str) -> str:
     """The region in a message."""
     return f" of {region}" if region not in ("", ".") else " of the model"
@@ -75,17 +93,13 @@ def _factor_of(captured: Captured, analysis: Analysis, scopes: NodeScopes, role:
             f"{asked}: no tensor that comes into it has a dim {role.dim}; their shapes are {shapes}. Name a dim of one "
             "of them, counted from 0"
         )
-    cuttable = {choice.factor for node in members for choice in analysis.choices.get(node, ())}
     short: list[str] = []
-    for value, dim in dims:
-        found = analysis.factors.cuttable(analysis.dims[value][dim])
-        if not found or found[0] not in cuttable:
-            continue
-        if found[0] == analysis.batch_factor:
+    for value, dim, found in _cuttable(captured, analysis, members, role.dim):
+        if found == analysis.batch_factor:
             raise AnnotationError(f"{asked}: dim {role.dim} is the batch; write replicate({size}), which divides it")
-        units, length = analysis.factors.size(found[0]), value_shape(value)[dim]
+        units, length = analysis.factors.size(found), value_shape(value)[dim]
         if units >= size:
-            return found[0]
+            return found
         together = f", for its operators take {length // units} positions together" if units < length else ""
         short.append(f"it has {length} positions, which can be cut into at most {units} parts{together}")
     if short:
@@ -103,6 +117,20 @@ def _factor_of(captured: Captured, analysis: Analysis, scopes: NodeScopes, role:
         f"{asked}: none of its operators can be cut along dim {dim} of {name} of shape "
         f"{list(value_shape(value))}{where(members[0])}{why}use another dim, or replicate"
     )
+
+
+def _cuttable(
+    captured: Captured, analysis: Analysis, members: Sequence[fx.Node], dim: int
+) -> Iterator[tuple[Value, int, int]]:
+    """The inputs of a region that have a dim, counted from 0, along which one of its operators can be cut, and the
+    factor."""
+    cuttable = {choice.factor for node in members for choice in analysis.choices.get(node, ())}
+    for value in _incoming(captured, members):
+        if _has_dim(value, dim):
+            own = dim % len(value_shape(value))
+            found = analysis.factors.cuttable(analysis.dims[value][own])
+            if found and found[0] in cuttable:
+                yield value, own, found[0]
 
 
 def _lies_in(scopes: NodeScopes, node: fx.Node, region: str) -> bool:

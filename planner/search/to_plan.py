@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from whale.errors import UsageError
@@ -123,7 +123,7 @@ def annotations_of(
     anchors: Sequence[str],
     places: Iterable[tuple[str, int]],
     experts: Sequence[Sequence[str]] = (),
-    cut_dim: int = 1,
+    dim_along: Callable[[str], int | None] = lambda path: 1,
     ways: Mapping[int, str] | None = None,
 ) -> dict[str, tuple[str, ...]]:
     """The annotations with which a model without any becomes these stages.
@@ -133,7 +133,8 @@ def annotations_of(
         anchors: the module with which each stage begins.
         places: for what the model computes, the path of the module and the stage.
         experts: of each layer, the modules of its experts.
-        cut_dim: the dim of the batch that context degrees cut.
+        dim_along: returns the dim of what comes into a module that context degrees cut; None: nothing has it, and it
+            computes on all devices what each needs of it.
         ways: how devices share experts at an expert degree, where there are several ways.
 
     Raises:
@@ -153,7 +154,7 @@ def annotations_of(
         for path in _experts_of(one, experts)
     }
     if len(stages) == 1:
-        nest = _nest(stages[0], cut_dim)
+        nest = _nest(stages[0], dim_along(""))
         return ({"": nest} if nest else {}) | _folded(of_experts)
     for index, anchor in enumerate(anchors):
         if not anchor or anchor in anchors[:index]:
@@ -162,10 +163,10 @@ def annotations_of(
                 "annotate"
             )
     found = {
-        anchor: (f"stage({len(stage.ranks)})", *_nest(stage, cut_dim))
+        anchor: (f"stage({len(stage.ranks)})", *_nest(stage, dim_along(anchor)))
         for anchor, stage in zip(anchors, stages, strict=True)
     }
-    rest = _nests(stages, list(places), set(anchors), cut_dim)
+    rest = _nests(stages, list(places), set(anchors), dim_along)
     return found | _folded(rest | of_experts)
 
 
@@ -179,14 +180,17 @@ def _nest_of_experts(stage: StageChoice, way: str | None) -> tuple[str, ...]:
     return (*data, f"split({stage.expert})" if way is None else f"split({stage.expert}, experts={way!r})")
 
 
-def _nest(stage: StageChoice, cut_dim: int) -> tuple[str, ...]:
+def _nest(stage: StageChoice, dim: int | None) -> tuple[str, ...]:
     data = tuple(f"replicate({degree})" for degree in (stage.data, stage.expert) if degree > 1)
-    cut = (f"split({stage.context}, dim={cut_dim})",) if stage.context > 1 else ()
+    cut = (f"split({stage.context}, dim={dim})",) if stage.context > 1 and dim is not None else ()
     return (*data, *cut, *((f"split({stage.tensor})",) if stage.tensor > 1 else ()))
 
 
 def _nests(
-    stages: Sequence[StageChoice], places: Sequence[tuple[str, int]], anchors: set[str], cut_dim: int
+    stages: Sequence[StageChoice],
+    places: Sequence[tuple[str, int]],
+    anchors: set[str],
+    dim_along: Callable[[str], int | None],
 ) -> dict[str, tuple[str, ...]]:
     """Annotation of each module that computes outside the anchors and differs from the module around it.
 
@@ -202,13 +206,14 @@ def _nests(
             if not path:
                 break
             path = path.rpartition(".")[0]
-    nests = [_nest(stage, cut_dim) if stage.tensor * stage.context > 1 else () for stage in stages]
-    told: dict[str, tuple[str, ...]] = {}
+    first = {_divided(stage): stage for stage in reversed(stages)}
+    divided = [_divided(stage) for stage in stages]
+    told: dict[str, tuple[int, ...]] = {}
     found: dict[str, tuple[str, ...]] = {}
     for path in sorted(below, key=_depth):
         around = told[path.rpartition(".")[0]] if path else ()
-        where = below[path] if len({nests[stage] for stage in below[path]}) == 1 else own.get(path, set())
-        wanted = {nests[stage] for stage in where}
+        where = below[path] if len({divided[stage] for stage in below[path]}) == 1 else own.get(path, set())
+        wanted = {divided[stage] for stage in where}
         if not where:  # it computes nothing itself: its modules have different annotations
             told[path] = around
             continue
@@ -216,8 +221,14 @@ def _nests(
         if path in anchors:
             continue
         if told[path] != around:
-            found[path] = told[path] or ("replicate()",)
+            nest = _nest(first[told[path]], dim_along(path)) if told[path] else ()
+            found[path] = nest or ("replicate()",)
     return found
+
+
+def _divided(stage: StageChoice) -> tuple[int, ...]:
+    """How a stage divides more than rows among its devices; empty if it does not."""
+    return (stage.data, stage.expert, stage.context, stage.tensor) if stage.tensor * stage.context > 1 else ()
 
 
 def _depth(path: str) -> tuple[int, str]:

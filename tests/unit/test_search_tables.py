@@ -87,13 +87,13 @@ def test_groups_of_devices_begin_where_there_are_as_many(
     own = [(f"node {place}", card("some", gib=1.0)) for place, count in enumerate(nodes) for _ in range(count)]
     own += [(f"node of {name}", card(name, gib=0.5)) for name in ("more", "most") for _ in range(12)]
     cluster = Cluster.of(own, intra=Link(bandwidth=1e9, latency=1e-5), inter=Link(bandwidth=1e8, latency=1e-5))
-    profile = chain([layer({name: 0.01 for name in ("some", "more", "most")})], (0,) * 8)
+    profile = chain([layer(dict.fromkeys(("some", "more", "most"), 0.01))], (0,) * 8)
     prices = CostModel.of(profile, cluster, batch=BATCH)
     meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of((), 8, None))
     room = [len(one.ranks) for one in meshes.pools]
     first, second = min(taken[0], room[0]), min(taken[1], room[1])
     counts = (first, second, -(first + second) % size)
-    if 0 < sum(counts) and counts[2] <= room[2]:
+    if sum(counts) > 0 and counts[2] <= room[2]:
         mesh = Mesh(counts, *((1, 1, size) if context else (size,)))
         groups, ranks = meshes.sample(mesh)
         assert sum(num for _, num in groups) == sum(counts) // size

@@ -45,6 +45,9 @@ class Model:
     def places(self, anchors: Sequence[str]) -> Iterable[tuple[str, int]]:
         return [(path, index) for index, path in enumerate(anchors)]
 
+    def dim_along(self, path: str, dim: int) -> int | None:
+        return dim
+
     def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
         self.compiled += 1
         time.sleep(self.seconds)

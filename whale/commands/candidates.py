@@ -31,6 +31,7 @@ from whale.predict.costs import Costs
 from whale.predict.dry_step import Device
 from whale.predict.peak_memory import Known, brief_peak_memory
 from whale.predict.prediction import Predicted, predict
+from whale.strategies.cutting import dim_along
 from whale.strategies.kind_costs import MOST_PLACED
 from whale.strategies.profile import KnownLayers, profile_model
 
@@ -175,6 +176,12 @@ class CandidateCompiler:
             if around:
                 found[around[-1], stage] = None
         return list(found)
+
+    def dim_along(self, path: str, dim: int) -> int | None:
+        """The dim of what comes into a module that is *dim* of the batch; None if nothing has it."""
+        around = self.traced.paths
+        members = [node for node in self.traced.captured.graph.nodes if path in around.get(node, ())] if path else None
+        return dim_along(self.traced.captured, self.traced.analysis, members, dim)
 
     def compile(self, plan: Plan, cluster: Cluster) -> Compilation:
         """Compile *plan* for *cluster* as it would be run; its workload has the times for schedules that depend on

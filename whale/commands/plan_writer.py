@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 from whale.errors import WhaleError
@@ -39,6 +39,9 @@ class Trial(Protocol):
 
     def places(self, anchors: Sequence[str]) -> Iterable[tuple[str, int]]:
         """For each operator of the model, its module path and its stage, if stages begin with *anchors*."""
+
+    def dim_along(self, path: str, dim: int) -> int | None:
+        """The dim of what comes into a module that is *dim* of the batch; None if nothing has it."""
 
     def predict(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Prediction, Workload]:
         """Compile the plan, and predict its step."""
@@ -165,7 +168,9 @@ class PlanWriter:
 
     def _annotations(self, stages: Sequence[StageChoice]) -> Mapping[str, tuple[str, ...]]:
         paths = self.profile.paths
-        more = self.profile.experts, self.profile.cut_dim, first_ways(self.profile)
+        trial, dim = self.trial, self.profile.cut_dim
+        along = (lambda path: dim) if trial is None else cache(partial(trial.dim_along, dim=dim))
+        more = self.profile.experts, along, first_ways(self.profile)
         if not any(paths):
             return {}
         anchors = [paths[stage.first] for stage in stages]
