@@ -18,10 +18,14 @@ from whale.planner.search.evaluate import fitted
 from whale.planner.search.plan_search import best_of, step_seconds
 from whale.planner.search.problem import Candidate, Dropped, Found, SearchSettings
 
-__all__ = ["LEAST_GAIN", "aligned", "together", "with_least"]
+__all__ = ["LEAST_GAIN", "MOST_LEAST", "aligned", "together", "with_least"]
 
 LEAST_GAIN = 0.01
 """Part of a step from which on plans are taken whose replicas divide the states of the optimizer, to save time."""
+
+MOST_LEAST = 8
+"""Plans of a search, the fastest first, on which is tried what saves some memory or time and changes no stage; the
+others are there in case that these cannot be run."""
 
 
 def aligned(found: Found, settings: SearchSettings) -> Found:
@@ -43,7 +47,10 @@ def with_least(prices: CostModel, found: Sequence[Found], batch: int, settings: 
     """Results under several rules and levels as one, with the least recompute and the least level in each stage."""
 
     def least(each: Found) -> Found:
-        candidates = tuple(_least(prices, candidate, batch, settings) for candidate in each.candidates)
+        candidates = tuple(
+            _least(prices, candidate, batch, settings) if place < MOST_LEAST or _is_slowed(candidate) else candidate
+            for place, candidate in enumerate(each.candidates)
+        )
         return replace(each, candidates=candidates, default=None if each.default is None else least(each.default))
 
     return together(list(map(least, found)), settings.top)
@@ -69,6 +76,11 @@ def together(found: Sequence[Found], top: int) -> Found:
         seconds=sum(each.seconds for each in found),
         default=together(default, top) if default else None,
     )
+
+
+def _is_slowed(candidate: Candidate) -> bool:
+    """Whether a plan takes longer for the memory that it saves: less of that could make it the fastest."""
+    return any(own.recompute != "none" or own.level > 1 or own.offload != "none" for own in candidate.stages)
 
 
 def _least(prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings) -> Candidate:

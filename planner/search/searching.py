@@ -52,7 +52,7 @@ from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.stage import CostModel
 from whale.planner.cost.stage_cost import Memo
 from whale.planner.search.evaluate import fitted
-from whale.planner.search.least_memory import LEAST_GAIN, aligned, together, with_least
+from whale.planner.search.least_memory import LEAST_GAIN, MOST_LEAST, aligned, together, with_least
 from whale.planner.search.plan_search import PlanSearch, step_seconds
 from whale.planner.search.problem import Candidate, Fixed, Found, Progress, SearchSettings, Stopped
 from whale.planner.search.remedies import hosts_hold
@@ -260,7 +260,8 @@ class _Searches:
             count, schedule = candidate.micro_batches, candidate.schedule
             return fitted(self.costs, stages, micro_batches=count, schedule=schedule, batch=self.batch)
 
-        plans = [(one, of(one)) for one in found.candidates if any(len(own.ranks) > own.tensor for own in one.stages)]
+        first = found.candidates[:MOST_LEAST]
+        plans = [(one, of(one)) for one in first if any(len(own.ranks) > own.tensor for own in one.stages)]
         faster = (b for a, b in plans if b.prediction.fits and step_seconds(b) < (1 - LEAST_GAIN) * step_seconds(a))
         ordered = tuple(sorted(faster, key=step_seconds))
         return [replace(found, candidates=ordered, near=(), dropped=(), tried=0, points=())] if ordered else []
