@@ -261,6 +261,7 @@ class KindCosts:
             expert_parameters=of_experts,
             buffers=frozen,
             largest=max(sizes, default=0),
+            summed=0 if experts or degree == 1 else _summed(first, stage),
             factored=sum(_factored(shape) for shape in shapes),
             sizes=sizes,
             sparse=self._sparse(stage),
@@ -531,6 +532,15 @@ def _factored(shape: tuple[int, ...]) -> int:
     """Elements of the sums of rows and of columns of matrices, or of a parameter that is none."""
     size = prod(shape)
     return size // max(1, shape[-1]) + size // max(1, shape[-2]) if len(shape) > 1 else size
+
+
+def _summed(model: LayeredModel, stage: PlacedStage) -> int:
+    """Elements of parameters that each device of a tensor group has whole, and of whose gradient it computes a part."""
+    return sum(
+        value_tensor(value).numel()
+        for value, placements in stage.stored.items()
+        if value[0].name in model.captured.parameters and needs_grad(value) and placements[-1].kind not in ("R", "S")
+    )
 
 
 def _parameters(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from whale.planner.cost.chain_stage import ChainStage
+from whale.planner.cost.layers import variant_of
 from whale.planner.cost.memory import communicator_bytes
 from whale.planner.cost.plan_messages import PlanMessages
 from whale.planner.cost.replica_kinds import Kind
@@ -27,7 +29,7 @@ class PlanCommunicators(PlanMessages):
             return 0.0
         total = self._of_all + sum(map(self._bytes, (*self._inside(own, kind), *self._summing(own))))
         if stage.level:
-            total += self._bytes(stage.data_group)
+            total += sum(map(self._bytes, self._summing_stage(stage)))
         at = stage.slice(kind.index).index(kind.rank)
         for way in range(2):
             for ends, count in self._peers(own, place, way, at).items():
@@ -63,7 +65,7 @@ class PlanCommunicators(PlanMessages):
         """The sets of ranks that sum gradients: of all but experts, of experts, and of what stages share."""
         found = set()
         for stage in (self.stages[index] for index in own):
-            found |= {stage.data_group, stage.data_group[:: stage.expert]}
+            found |= self._summing_stage(stage) | {stage.data_group[:: stage.expert]}
         for readers, _ in self.prices.profile.tied:
             owners = self._owners(readers)
             if self._is_apart(readers) and set(own).intersection(owners):
@@ -71,6 +73,15 @@ class PlanCommunicators(PlanMessages):
                 stages = [self.stages[index] for index in owners]
                 found.add(tuple(rank for one in stages for rank in (one.ranks if unlike else one.data_group)))
         return found
+
+    def _summing_stage(self, stage: ChainStage) -> set[tuple[int, ...]]:
+        """The sets of ranks that sum gradients of a stage's parameters but experts: all of it, where its tensor groups
+        have some whole and compute parts of their gradients."""
+        profile = self.prices.profile
+        kinds = [profile.kinds[kind] for kind in {profile.layers[layer] for layer in stage.layers}]
+        degrees = (stage.tensor, stage.expert, stage.context)
+        summed = any(variant_of(kind, *degrees).summed for kind in kinds if kind.variants and stage.tensor > 1)
+        return {stage.data_group, stage.ranks} if summed else {stage.data_group}
 
     def _bytes(self, ranks: tuple[int, ...]) -> float:
         bandwidth = self._bandwidth(ranks)

@@ -8,12 +8,14 @@ import pytest
 
 import whale
 from tests.small_models import decoder, tokens
+from whale.cli.model_loader import load_model
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.plan_writer import PlanWriter
 from whale.compile.compilation import Compilation
 from whale.compile.compile import compile_model
 from whale.compile.options import Options
 from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.state import StateSharding
 from whale.planner.catalog import device_types
 from whale.planner.cost.memory import FRAMEWORK_BYTES, communicator_bytes, framework_bytes
 from whale.planner.search import StageChoice, evaluate
@@ -99,6 +101,25 @@ def test_the_search_counts_the_communicators_of_the_compiled_plan(layout: str) -
     part = any(tensor > 1 for _, _, tensor in LAYOUTS[layout])  # of a value that a device of a tensor group sends
     for rank, framework in found.items():
         assert framework == pytest.approx(compiled[rank], rel=0.2 if part else 0.001), (rank, found, compiled)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_norms_of_heads_are_summed_by_tensor_groups_too(level: int) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 64, "head_dim": 8, "vocab_size": 32, "sequence_length": 8}
+    loaded = load_model("hf:qwen3", sizes, batch_size=4, device="meta")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="qwen3", optimizer="adamw")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), captured=trial.captured)
+    assert profile.kinds[1].variants[1].summed >= 16
+    h20 = device_types()["H20"]
+    cluster = Cluster.homogeneous(4, h20, intra=h20.intra_node)
+    state = StateSharding(level) if level else None
+    stage = StageChoice(first=0, last=3, ranks=(0, 1, 2, 3), data=2, tensor=2, rows=(2, 2), state=state)
+    candidate = evaluate(profile, cluster, [stage], micro_batches=1, precision="fp32", optimizer="adamw")
+    choice = PlanWriter(profile, cluster, 4, trial, None).compiled(candidate, trial)
+    found, wanted = (max(one.framework for one in p.memory) for p in (candidate.prediction, choice.prediction))
+    assert found == pytest.approx(wanted, rel=0.001)
+    assert wanted > framework_bytes(h20, 4)
 
 
 def test_processors_have_no_communicators_of_nccl() -> None:

@@ -213,6 +213,8 @@ class LayerVariant(Record):
             them, whole where ``expert_degree`` is 1.
         buffers: elements that are not trained.
         largest: elements of the largest of the parameters.
+        summed: elements of parameters that all devices of a tensor group have, whose gradients they sum: those of norms
+            that each computes of some rows.
         factored: elements of sums of rows and of columns of each matrix among them, and of other parameters, which
             optimizers keep that factor their states; 0: unknown.
         received_share: the part of the layer's input that a device has where a stage begins with it, of its rows if
@@ -238,6 +240,7 @@ class LayerVariant(Record):
     expert_parameters: NonNegative = 0
     buffers: NonNegative = 0
     largest: NonNegative = 0
+    summed: NonNegative = 0
     factored: NonNegative = 0
     received_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     sent_share: Annotated[float, Field(gt=0, le=1)] = 1.0
