@@ -20,7 +20,8 @@ from lowering_175b import GPT
 import whale
 from whale.compile.compile import _place_stages, _request, _rows
 from whale.compile.options import Options
-from whale.graph.capture import Captured, capture
+from whale.graph.capture import capture
+from whale.graph.captured import Captured
 from whale.graph.partition import Partition, partition
 from whale.graph.values import resolve
 from whale.ir.cluster import Cluster

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.nodes import node_copy
 from whale.runtime.local_program import Derivative, LocalCode, LocalGraph, LocalProgram, Source
 from whale.strategies.traced_call import makes_alias

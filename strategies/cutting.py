@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import fx
 
 from whale.errors import AnnotationError, InfeasibleError
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.origins import where
 from whale.graph.scoping import NodeScopes
 from whale.graph.values import Value, is_call, operands, value_shape

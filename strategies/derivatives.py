@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.values import needs_grad, value_tensor
 from whale.runtime.local_program import INPUTS, Derivative, LocalGraph, LocalProgram
 from whale.runtime.stage import part

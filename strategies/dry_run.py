@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.errors import ScheduleError
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.values import needs_grad, value_tensor
 from whale.ir.check import CollectiveCall, check_collectives
 from whale.runtime.collectives import DryGroup

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import fx, nn
 
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.nodes import node_copy
 from whale.graph.values import Value, is_call, operands, value_shape, value_tensor
 from whale.runtime.equal_rows import RowKeys

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.origins import layer_of
 from whale.graph.values import Value, needs_grad, output_shapes, value_tensor
 from whale.ir.placement import Placement

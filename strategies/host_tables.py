@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from whale.errors import UsageError
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.nodes import node_copy
 from whale.graph.values import Value, has_sparse_gradient
 from whale.runtime.at_host import AtHost

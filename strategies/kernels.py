@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.ir.check import CollectiveCall
 from whale.ir.strategy import RECOMPUTES, Recompute
 from whale.runtime.collectives import Bridge

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from whale.errors import InfeasibleError, UsageError
-from whale.graph.capture import Batch, Captured, batch_leaves, capture, copy_of, mark_gradients
+from whale.graph.capture import Batch, batch_leaves, capture
+from whale.graph.captured import Captured, copy_of, mark_gradients
 from whale.graph.chain import LayerChain, chain_of
 from whale.graph.copies import model_copy
 from whale.graph.identity import model_hash

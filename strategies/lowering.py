@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.nodes import node_copy
 from whale.graph.partition import is_random
 from whale.graph.values import Value, needs_grad, output_shapes, value_shape, value_tensor

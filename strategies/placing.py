@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from whale.errors import InfeasibleError, UsageError
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.origins import module_of, where
 from whale.graph.partition import Partition, TaskGraph, is_random
 from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolve, value_shape, value_tensor

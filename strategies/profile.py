@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from whale.errors import CaptureError, InfeasibleError, UsageError
-from whale.graph.capture import Batch, Captured, batch_leaves
+from whale.graph.capture import Batch, batch_leaves
+from whale.graph.captured import Captured
 from whale.graph.chain import Layer
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.values import Value

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.origins import module_of
 from whale.graph.values import Value, operands, resolve, value_tensor
 from whale.runtime.experts import grouped_product

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from whale.errors import UsageError
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.partition import is_random
 from whale.graph.values import Value, is_call, resolve
 from whale.ir.placement import Placement

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from whale.graph.canonical import canonicalize
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.values import Value, is_call, needs_grad, output_shapes, resolve, value_tensor
 from whale.ir.placement import Placement
 from whale.ir.virtual_device import MeshAxis, VirtualDevice

@@ -24,7 +24,8 @@ import whale
 from tests.distributed.harness import Ranks
 from tests.distributed.traces import captured_once
 from tests.largest import largest
-from whale.graph.capture import Captured, _Loss, batch_leaves
+from whale.graph.capture import _Loss, batch_leaves
+from whale.graph.captured import Captured
 from whale.ir.cluster import Cluster, DeviceType
 from whale.runtime.launch import World
 

@@ -36,7 +36,8 @@ from tests.distributed.kept_graphs import dumps_if_possible, kept
 from whale.annotations import NODE_KEY, module_scopes
 from whale.compile import trace as trace_module
 from whale.compile.trace import Traced, trace
-from whale.graph.capture import Captured, batch_leaves, capture
+from whale.graph.capture import batch_leaves, capture
+from whale.graph.captured import Captured
 from whale.graph.scoping import NodeScopes, module_paths, recorded_scopes, scopes_by_module
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.strategy import encode_scopes

@@ -18,7 +18,8 @@ import transformers
 from torch import Tensor, fx, nn
 
 from tests.sharded_call import Call, check
-from whale.graph.capture import Captured, batch_leaves, capture, mark_gradients
+from whale.graph.capture import batch_leaves, capture
+from whale.graph.captured import Captured, mark_gradients
 from whale.graph.partition import is_random
 from whale.graph.values import Value, is_call, value_tensor
 from whale.ir.placement import Placement

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from whale.cli.model_loader import load_model
 from whale.graph import capture as capturing
 from whale.graph import repeats
-from whale.graph.capture import Captured, capture
+from whale.graph.capture import capture
+from whale.graph.captured import Captured
 from whale.graph.ordering import settle_order
 
 EXAMPLES = Path(__file__).parents[2] / "examples/models"

@@ -19,7 +19,7 @@ from whale.compile.compile import compile_traced
 from whale.compile.options import Options
 from whale.compile.trace import precision_of, trace
 from whale.errors import UsageError
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.origins import modules_around
 from whale.ir.cluster import Cluster
 from whale.ir.plan import ModelIdentity, Plan

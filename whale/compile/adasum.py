@@ -15,7 +15,7 @@ from torch import fx
 
 from whale.compile.trace import Traced
 from whale.errors import UsageError
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.values import Value, value_name, value_tensor
 from whale.ir.adasum import Adasum
 from whale.ir.shares import shares_on_axis

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from whale.compile.trace import Traced
 from whale.errors import CaptureError, UsageError
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.origins import is_checkpointed
 from whale.graph.partition import Partition
 from whale.graph.values import Value, needs_grad, value_name, value_shape, value_tensor

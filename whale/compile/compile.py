@@ -19,7 +19,7 @@ from whale.compile.exchanges import edges_between, has_idle_ranks, places_of_rea
 from whale.compile.options import Options, distincts_of, offloads_of, reduces_of, rules_of, states_of
 from whale.compile.trace import Traced, trace
 from whale.errors import PlanMismatchError, UsageError
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.origins import module_of, where
 from whale.graph.partition import Partition, TaskGraph
 from whale.graph.values import Value, operands, resolve, value_shape

@@ -17,7 +17,7 @@ from torch import nn
 
 from whale.compile.adasum import divisor_of, replicas_of
 from whale.errors import UsageError
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.values import Value, has_sparse_gradient, needs_grad, value_name, value_tensor
 from whale.ir.adasum import Adasum
 from whale.ir.cluster import Cluster

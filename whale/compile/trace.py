@@ -15,7 +15,8 @@ import torch
 from torch import fx, nn
 
 from whale.errors import UsageError
-from whale.graph.capture import Captured, capture, mark_gradients
+from whale.graph.capture import capture
+from whale.graph.captured import Captured, mark_gradients
 from whale.graph.composites import write_out_composites
 from whale.graph.identity import model_hash
 from whale.graph.masks import recognize_masks

@@ -10,26 +10,35 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.traceback import preserve_node_meta
-from torch.utils import _pytree as pytree
 
 from whale.annotations import NODE_KEY, enter_module, module_scopes, recording
 from whale.errors import CaptureError, UsageError
-from whale.graph.canonical import DRAWS, canonicalize, functional, inline_regions
-from whale.graph.capture_checks import check_batch, check_constant, check_dtypes, check_hooks, check_static
+from whale.graph.canonical import canonicalize, inline_regions
+from whale.graph.capture_checks import check_batch, check_dtypes, check_hooks, check_static
 from whale.graph.capture_errors import capture_error
+from whale.graph.captured import Captured, mark_gradients
 from whale.graph.copies import model_copy, reading
 from whale.graph.custom_functions import checking_functions
+from whale.graph.exported import (
+    check_constants,
+    detach_regions,
+    holes_of,
+    lines_of,
+    merge_tied,
+    mutates,
+    note_lines,
+    read_signature,
+)
 from whale.graph.forward_state import Listing, Steadiness, graph_listing
 from whale.graph.loss_copies import function_of_copy
 from whale.graph.losses import any_sum, pick_loss
@@ -44,15 +53,14 @@ from whale.graph.made_once import (
     set_made_buffers,
     write_made,
 )
-from whale.graph.nodes import inner_modules, node_copy
 from whale.graph.numbers import numbers_to_tensors
-from whale.graph.origins import SourceLine, located, modules_around, place_of_forward, place_of_node
+from whale.graph.origins import located, modules_around, place_of_forward
 from whale.graph.precision import Autocast, under_autocast, write_casts
 from whale.graph.rebinding import places_of
 from whale.graph.refusing import refusing
 from whale.graph.repeats import Repeats
 from whale.graph.structure import Structure
-from whale.graph.values import Value, is_call, resolve
+from whale.graph.values import is_call
 from whale.ir.program import Returns
 from whale.ir.strategy import ScopePath, encode_scopes
 
@@ -61,64 +69,6 @@ Batch = Any
 
 LossFn = Callable[..., Any]
 """A function of a model's output and the batch."""
-
-
-@dataclass(kw_only=True)
-class Captured:
-    """A captured model: its graph and what its placeholders are.
-
-    ``parameters`` and ``buffers`` map a placeholder's name to the tensor's name in the model (the first of its names
-    if it is tied), ``constants`` to a tensor, ``inputs`` to the batch leaf that it reads. The graph's output is the
-    loss (any number, if the model returned none: not ``has_loss``) followed by the new values of the buffers in
-    ``mutated``, and the tensors of ``structure``, that of the model's output, where it is wanted. ``stage_regions`` are
-    those of annotated modules, whether they run or not, and of ``with`` statements, whether they compute or not.
-    ``made`` are attributes as the first forward leaves them, with which it was captured.
-    """
-
-    graph: fx.Graph
-    parameters: dict[str, str]
-    buffers: dict[str, str]
-    constants: dict[str, torch.Tensor]
-    inputs: dict[str, str]
-    mutated: tuple[str, ...] = ()
-    structure: Structure | None = None
-    has_loss: bool = True
-    aliases: dict[str, str] = field(default_factory=dict)
-    stage_regions: tuple[str, ...] = ()
-    written: tuple[tuple[str, SourceLine | None], ...] = ()
-    made: Mapping[Attribute, Any] = field(default_factory=dict)
-
-    @property
-    def new_values(self) -> dict[str, Value]:
-        """The values that the forward writes into buffers, by their names."""
-        outputs: tuple[Any, ...] = self.graph.output_node().args[0]  # type: ignore[assignment]
-        return {name: resolve(node) for name, node in zip(self.mutated, outputs[1:], strict=False)}
-
-    @property
-    def device(self) -> torch.device:
-        """The device that its operators name."""
-        values = (node.meta.get("val") for node in self.graph.nodes)
-        return next((x.device for x in values if isinstance(x, torch.Tensor)), torch.device("cpu"))
-
-    @property
-    def module(self) -> fx.GraphModule:
-        """The graph as a callable of its placeholders, in order."""
-        return fx.GraphModule(nn.Module(), self.graph)
-
-
-def copy_of(captured: Captured) -> Captured:
-    """A copy with its own graph and names, which may be changed independently."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in captured.graph.nodes:
-        copies[node] = node_copy(graph, node, copies.__getitem__)
-    return replace(
-        captured,
-        graph=graph,
-        parameters=dict(captured.parameters),
-        buffers=dict(captured.buffers),
-        constants=dict(captured.constants),
-        inputs=dict(captured.inputs),
-    )
 
 
 def batch_leaves(batch: Batch) -> dict[str, Any]:
@@ -437,7 +387,7 @@ def capture(
     def exported_again(root: nn.Module) -> fx.Graph:
         with _tracing():
             program = export(root)
-        _check_constants(program, model)  # what the first trace has left in Python has no data
+        check_constants(program, model)  # what the first trace has left in Python has no data
         return program.graph
 
     def run(start: Callable[[nn.Module], None]) -> None:
@@ -461,7 +411,7 @@ def capture(
                     repeats.finish(program.graph)
                 if given:
                     constant = export(root_of(*duplicated(), values=given)).graph
-                    numbers_to_tensors(program.graph, _holes(program, fakes, given), constant)
+                    numbers_to_tensors(program.graph, holes_of(program, fakes, given), constant)
                 if later and not copying:
                     later[-1].check(made_by(left_by(steadiness.left), program))
                 if not (copying and steadiness.kept_something):
@@ -483,14 +433,14 @@ def capture(
                     before_made.append(listings[-1])
                     return exported(copying=False)
                 steadiness.leave(model)
-            _check_constants(program, model)
-            _merge_tied(program, duplicate, model)
-            if first is None and _mutates(program.graph):
-                _detach_regions(program.graph)
-                lines = _lines(program.graph)
+            check_constants(program, model)
+            merge_tied(program, duplicate, model)
+            if first is None and mutates(program.graph):
+                detach_regions(program.graph)
+                lines = lines_of(program.graph)
                 with _tracing():
                     program = program.run_decompositions({})
-                _note_lines(program.graph, lines)
+                note_lines(program.graph, lines)
         except Exception as error:
             if copying:  # the copies may be the cause
                 return exported(copying=False)
@@ -507,7 +457,7 @@ def capture(
     # A model that will run is traced completely: differences between its layers may be invisible to the comparison.
     with under_autocast(autocast):
         program, stages = exported(copying=not _has_values(model))
-    captured = _read_signature(program, model, list(fakes), made_buffers)
+    captured = read_signature(program, model, list(fakes), made_buffers)
     captured.structure, captured.has_loss, captured.made = found.structure, found.has_loss, copied(made)
     inline_regions(captured.graph)
     write_casts(captured.graph, autocast, captured.parameters)
@@ -533,16 +483,6 @@ def _scope_by_modules(graph: fx.Graph, marked: Mapping[str, ScopePath]) -> None:
                 node.meta["custom"] = {**custom, NODE_KEY: encode_scopes(inner)}
 
 
-def _holes(
-    program: torch.export.ExportedProgram, leaves: Iterable[str], numbers: Mapping[str, float]
-) -> dict[fx.Node, float]:
-    """The placeholders of numbers, with their values."""
-    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    values = {spec.arg.name: numbers.get(leaf) for spec, leaf in zip(specs, leaves, strict=True)}
-    holes = program.graph.find_nodes(op="placeholder")
-    return {node: value for node in holes if (value := values.get(node.name)) is not None}
-
-
 @contextmanager
 def _tracing() -> Iterator[Mapping[str, int]]:
     """Context for a trace: how many annotations of each kind it enters."""
@@ -556,36 +496,6 @@ def _tracing() -> Iterator[Mapping[str, int]]:
     ):
         warnings.simplefilter("ignore")
         yield entered
-
-
-_NO_GRADIENT = DRAWS | {
-    torch.ops.aten.detach.default, torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default,
-    torch.ops.aten.full_like.default, torch.ops.aten.new_zeros.default, torch.ops.aten.new_ones.default,
-    torch.ops.aten.new_full.default, torch.ops.aten.empty_like.default,
-}  # fmt: skip
-
-
-def mark_gradients(captured: Captured, model: nn.Module) -> None:
-    """Record in ``node.meta["grad"]`` whether gradients flow through a node: it depends on a trainable parameter, and
-    the loss on it. A parameter that only a metric reads has no gradient, as in the local model."""
-    trainable = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-    for node in captured.graph.nodes:
-        if node.op == "placeholder":
-            node.meta["grad"] = captured.parameters.get(node.name) in trainable
-        else:
-            inherits = any(source.meta.get("grad") for source in node.all_input_nodes)
-            leaves = pytree.tree_leaves(node.meta.get("val"))
-            floats = any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
-            node.meta["grad"] = inherits and floats and node.target not in _NO_GRADIENT
-    reached = set[fx.Node]()
-    waiting = [node for node in pytree.tree_leaves(captured.graph.output_node().args[0])[:1] if node.meta["grad"]]
-    while waiting:
-        node = waiting.pop()
-        if node not in reached:
-            reached.add(node)
-            waiting += [source for source in node.all_input_nodes if source.meta["grad"]]
-    for node in captured.graph.nodes:
-        node.meta["grad"] = node in reached
 
 
 def wrap_annotated(model: nn.Module) -> None:
@@ -608,164 +518,5 @@ def _scoped(forward: Callable[..., Any], scopes: Any) -> Callable[..., Any]:
     return scoped
 
 
-_BLANKS = {
-    getattr(torch.ops.aten, name)
-    for name in (
-        "empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty",
-        "new_zeros", "new_ones", "new_full",
-    )
-}  # fmt: skip
-"""Operators whose results have no alias."""
-
-
-def _mutates(graph: fx.Graph) -> bool:
-    """Whether an operator changes its arguments, beyond the harmless ``detach_`` of a fresh constant. Writes into an
-    unaliased empty tensor become values of their own first, which saves a second trace of the model."""
-    for module in [graph.owning_module, *inner_modules(graph)]:
-        written = set[fx.Node]()
-        for node in module.graph.nodes if module is not None else ():
-            schema = getattr(node.target, "_schema", None)
-            if node.op != "call_function" or schema is None:
-                continue
-            if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
-                return True
-            if not schema.is_mutable or node.target is torch.ops.aten.detach_.default:
-                continue
-            base, target = node.args[0], functional(node.target)
-            blank = base in written or getattr(base.target, "_overloadpacket", None) in _BLANKS
-            if target is None or not blank or len(base.users) > 1:
-                return True
-            node.target = target
-            written.add(node)
-    return False
-
-
-def _detach_regions(graph: fx.Graph) -> None:
-    """Detach the inputs of regions under ``no_grad``: a functionalized program has no such regions any more."""
-    for module in [graph.owning_module, *inner_modules(graph)]:
-        for node in list(module.graph.nodes) if module is not None else ():
-            if getattr(node.target, "__name__", "") != "wrap_with_set_grad_enabled" or node.args[0]:
-                continue
-            body: Any = module.get_submodule(node.args[1].target)  # type: ignore[union-attr]
-            holes = body.graph.find_nodes(op="placeholder")
-            first = next(inner for inner in body.graph.nodes if inner.op != "placeholder")
-            for hole in holes:
-                value = hole.meta.get("val")
-                if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-                    continue
-                with body.graph.inserting_before(first):
-                    detached = body.graph.call_function(torch.ops.aten.detach.default, (hole,))
-                detached.meta = dict(hole.meta)
-                hole.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
-            body.recompile()
-
-
-def _lines(graph: fx.Graph) -> dict[str, str]:
-    """The stacks of operators by name; of a region that of its first operator."""
-    found: dict[str, str] = {}
-    for node in graph.nodes:
-        bodies = [use for use in node.all_input_nodes if use.op == "get_attr"] if node.op == "call_function" else []
-        inside = [inner for body in bodies for inner in _nodes_of(graph, str(body.target))]
-        for one in (node, *inside):
-            if place_of_node(one) is not None:
-                found.setdefault(node.name, str(one.meta["stack_trace"]))
-    return found
-
-
-def _nodes_of(graph: fx.Graph, name: str) -> list[fx.Node]:
-    body: Any = getattr(graph.owning_module, name, None)
-    return list(body.graph.nodes) if isinstance(body, fx.GraphModule) else []
-
-
-def _note_lines(graph: fx.Graph, lines: Mapping[str, str]) -> None:
-    """Give operators of a graph that was traced again the stacks of those that they are from."""
-    for node in graph.nodes:
-        if is_call(node) and place_of_node(node) is None:
-            known = [lines[source.name] for source in node.meta.get("from_node", ()) if source.name in lines]
-            if known:
-                node.meta["stack_trace"] = known[-1]
-
-
 def _has_values(model: nn.Module) -> bool:
     return any(not parameter.is_meta for parameter in model.parameters())
-
-
-def _read_signature(
-    program: torch.export.ExportedProgram,
-    model: nn.Module,
-    leaves: Sequence[str],
-    made_buffers: Mapping[Attribute, torch.Tensor],
-) -> Captured:
-    """Name every placeholder by the model's name of its tensor; buffers that a forward made are constants."""
-    made = {f"{path}.{name}".removeprefix("."): x for (path, name, _), x in made_buffers.items()}
-    first_name: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
-        aliases[name] = first_name.setdefault(id(tensor), name)
-    graph_module = program.graph_module
-    captured = Captured(graph=graph_module.graph, parameters={}, buffers={}, constants={}, inputs={}, aliases=aliases)
-    user_inputs = iter(leaves)
-    placeholders = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
-    for spec in program.graph_signature.input_specs:
-        name = spec.arg.name
-        target = (spec.target or "").removeprefix("model.")
-        if spec.kind is InputKind.PARAMETER:
-            captured.parameters[name] = aliases[target]
-        elif spec.kind is InputKind.BUFFER and target in made:
-            captured.constants[name] = made[target]
-        elif spec.kind is InputKind.BUFFER:
-            captured.buffers[name] = aliases[target]
-        elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ):
-            constant = program.constants[spec.target]
-            captured.constants[name] = constant.detach() if isinstance(constant, torch.Tensor) else constant
-        else:
-            leaf = next(user_inputs)
-            if name in placeholders and isinstance(placeholders[name].meta.get("val"), torch.Tensor):
-                captured.inputs[name] = leaf
-    outputs = program.graph_signature.output_specs
-    loss, *returned = [i for i, s in enumerate(outputs) if s.kind is OutputKind.USER_OUTPUT]
-    mutated = [i for i, s in enumerate(outputs) if s.kind is OutputKind.BUFFER_MUTATION]
-    results: Any = captured.graph.output_node().args[0]
-    for spec, node in zip(outputs, results, strict=True):
-        if spec.kind is OutputKind.PARAMETER_MUTATION:
-            raise located(
-                f"the forward writes to the parameter {(spec.target or '').removeprefix('model.')}: a step would have "
-                "to do so on every rank that holds a part of it; write to it after optimizer.step(), under "
-                "torch.no_grad(), or compute with another tensor",
-                place_of_node(node) or place_of_forward(model),
-            )
-        if spec.kind is OutputKind.USER_INPUT_MUTATION and spec.target in captured.inputs:
-            captured.written += ((captured.inputs[spec.target], place_of_node(node)),)
-    captured.mutated = tuple(aliases[(outputs[i].target or "").removeprefix("model.")] for i in mutated)
-    output = captured.graph.output_node()
-    output.args = (tuple(output.args[0][i] for i in [loss, *mutated, *returned]),)  # type: ignore[index]
-    return captured
-
-
-def _check_constants(program: torch.export.ExportedProgram, model: nn.Module) -> None:
-    """Refuse a tensor without data that is no state of the model, before decompositions compute with it."""
-    holes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is InputKind.CONSTANT_TENSOR and spec.arg.name in holes:
-            check_constant(program.constants[spec.target], holes[spec.arg.name], model)
-
-
-def _merge_tied(program: torch.export.ExportedProgram, duplicate: nn.Module, model: nn.Module) -> None:
-    """Merge the placeholders of tensors that *duplicate* has under several names, those of *model* first: of what is
-    written to one, functionalization knows nothing in the other."""
-    registered = [*duplicate.named_parameters(remove_duplicate=False), *duplicate.named_buffers(remove_duplicate=False)]
-    tensors = {f"model.{name}": tensor for name, tensor in registered}
-    own = {f"model.{name}" for name, _ in [*model.named_parameters(), *model.named_buffers()]}
-    holes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    first: dict[int, fx.Node] = {}
-    specs = program.graph_signature.input_specs
-    for spec in sorted(specs, key=lambda spec: spec.target not in own):
-        node, tensor = holes.get(spec.arg.name), tensors.get(spec.target or "")
-        if node is None or tensor is None:
-            continue
-        kept = first.setdefault(id(tensor), node)
-        if kept is not node:
-            node.replace_all_uses_with(kept)
-            program.graph.erase_node(node)
-            specs.remove(spec)

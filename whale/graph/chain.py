@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from whale.annotations import module_scopes
 from whale.graph.canonical import drop_dead
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.origins import module_of
 from whale.graph.partition import Partition, partition
 from whale.graph.scoping import NodeScopes, module_paths, recorded_scopes, scopes_by_module

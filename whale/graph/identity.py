@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.partition import floating_nodes
 from whale.graph.values import is_call, resolve, value_shape
 

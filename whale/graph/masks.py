@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 
 __all__ = ["recognize_masks"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.nodes import create_node
 from whale.graph.partition import is_random
 

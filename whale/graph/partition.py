@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from whale.errors import AnnotationError
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.origins import where
 from whale.graph.scoping import NodeScopes, recorded_scopes
 from whale.graph.values import Value, is_call, operands, resolve, value_tensor

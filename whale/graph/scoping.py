@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from whale.annotations import NODE_KEY
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.graph.origins import modules_around
 from whale.ir.strategy import ScopePath, decode_scopes
 

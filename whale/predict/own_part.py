@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from whale.graph.capture import Captured
+from whale.graph.captured import Captured
 from whale.strategies.lowering import PlacedStage
 
 __all__ = ["own_layers"]
