@@ -400,11 +400,13 @@ def capture(
         all are traced."""
         duplicate, loss = duplicated()
         first: tuple[Steadiness, Listing] | None = None
+        undo: Callable[[], None] | None = None
         try:
             with _tracing() as entered:
                 repeats = Repeats(duplicate, entered) if copying else None
                 checks = [repeats.check] if repeats is not None else []
                 steadiness = Steadiness(duplicate, loss)
+                undo = steadiness.restore_outside
                 with steadiness.observing():
                     program = export(root_of(duplicate, loss, *checks, lambda: steadiness.end(found.buffers)))
                 if repeats is not None:
@@ -442,12 +444,15 @@ def capture(
                     program = program.run_decompositions({})
                 note_lines(program.graph, lines)
         except Exception as error:
+            if undo is not None:
+                undo()
             if copying:  # the copies may be the cause
                 return exported(copying=False)
             raise capture_error(error, model) from error
         if first is not None:
-            traced = exported(copying=False)
             steadiness, listing = first
+            steadiness.restore_outside()
+            traced = exported(copying=False)
             steadiness.check_second(listing, before_made[0] if before_made else listings[-1])
             return traced
         made_buffers.update(buffers_made(duplicate))

@@ -39,6 +39,7 @@ from whale.graph.made_once import (
 )
 from whale.graph.nodes import inner_modules
 from whale.graph.origins import SourceLine, is_model, located, place_of_frame, place_of_node
+from whale.graph.outside import Outside
 from whale.graph.reach import REACHED, WATCHES, Reach, Same, untraced
 from whale.ir.objects import FORWARD_HOOKS
 
@@ -99,6 +100,7 @@ class State:
         self.model, self.loss_fn = model, loss_fn
         self.caches: list[Any] = []
         self.fakes: list[Tensor] = []
+        self.objects: list[Any] = []
 
     def may_read(self, name: str) -> bool:
         """Whether the forward may read an attribute of this name."""
@@ -141,7 +143,7 @@ class State:
             kept = Kept(None, words)
             if only is None or kept in only:
                 found[kept] = reach.token(function)
-        self.caches, self.fakes = reach.caches, reach.fakes
+        self.caches, self.fakes, self.objects = reach.caches, reach.fakes, reach.objects
         return found
 
     def attributes(self) -> dict[str, dict[str, Any]]:
@@ -181,6 +183,11 @@ class _All(Reach):
         self._state, self._by_shape = state, by_shape
         self.caches: list[Any] = []
         self.fakes: list[Tensor] = []
+
+    @property
+    def objects(self) -> list[Any]:
+        """All that was reached."""
+        return [x for _, x in self._seen.values()]
 
     def token(self, x: Any) -> Hashable:
         """The token of an object."""
@@ -243,6 +250,7 @@ class Steadiness:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self._state = State(model, loss_fn)
         self._before = self._state.now()
+        self._outside = Outside(self._state.objects)
         self._first = self._state.attributes()
         self._kept: list[Kept] = []
         self._drawn: list[Kept] = []
@@ -375,6 +383,11 @@ class Steadiness:
             "made once, call the model once before parallelize",
             place(found),
         )
+
+    def restore_outside(self) -> None:
+        """Take out of globals, classes and what they reach the tensors that the trace has left there: they have no
+        data, and the script's own model would compute with them."""
+        self._outside.restore()
 
     def leave(self, model: nn.Module) -> None:
         """Let the tensors that the forward of this model has left outside of its copy say what they are."""

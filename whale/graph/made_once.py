@@ -31,6 +31,7 @@ __all__ = [
     "Made",
     "buffers_made",
     "copied",
+    "fakes_in",
     "left_by",
     "made_once",
     "mark_left",
@@ -107,7 +108,7 @@ def mark_left(attributes: Mapping[Attribute, Any]) -> None:
     if tracer is None:
         return
     for attribute, value in attributes.items():
-        for place, x in enumerate(_left(value)):
+        for place, x in enumerate(fakes_in(value)):
             node = node_in(tracer, x)
             if node is not None:
                 custom = node.meta.get("custom") or {}
@@ -154,7 +155,7 @@ def made_once(
     made: dict[int, Tensor] = {}
     known: dict[Attribute, Any] = {}
     for attribute, value in left.known.items():
-        tensors = {id(x): run.made.get((*attribute, place)) for place, x in enumerate(_left(value))}
+        tensors = {id(x): run.made.get((*attribute, place)) for place, x in enumerate(fakes_in(value))}
         if all(x is not None and run.keeps(x) for x in tensors.values()):
             known[attribute] = value
             made |= {one: x for one, x in tensors.items() if x is not None}
@@ -181,7 +182,7 @@ def _all_of(x: Any) -> Iterator[Any]:
     return islice(reached([x], parts), _MOST)
 
 
-def _left(x: Any) -> list[FakeTensor]:
+def fakes_in(x: Any) -> list[FakeTensor]:
     """The tensors without data that a value reaches."""
     return [one for one in _all_of(x) if isinstance(one, FakeTensor)]
 
