@@ -315,3 +315,22 @@ def test_what_another_module_draws_meanwhile_is_not_the_forward_s() -> None:
             return self.layer(x).sum() * scale
 
     assert capture(Between(), X).parameters
+
+
+class Remembering(nn.Module):
+    """A recurrent model whose state goes from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(3, 4, batch_first=True)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, state = self.layer(x, self.state)
+        self.state = state.detach()
+        return y.square().mean()
+
+
+def test_lists_that_torch_keeps_are_not_named() -> None:
+    with pytest.raises(CaptureError, match="the forward changes state from step to step"):
+        capture(Remembering(), torch.randn(2, 5, 3))

@@ -161,6 +161,8 @@ class State:
 
 _TABLES = (frozenset(nn.Module().__dict__) | {MADE_BUFFERS}) - {"training"}
 _OF_LOSS = "what loss_fn reaches"
+_OF_TORCH = "_flat_weight"
+"""Lists of a recurrent layer's parameters, which torch makes anew."""
 
 
 def _of_hook(path: str) -> str:
@@ -370,7 +372,7 @@ class Steadiness:
                 "tensor instead",
                 self._clocks[0],
             )
-        found = changing or own
+        found = [kept for kept in changing or own if not kept.name.startswith(_OF_TORCH)] or own
         computed = f", and computes something else then{f' (at {line.file}:{line.line})' if line else ''}"
         of_loss = all(kept.name == _OF_LOSS for kept in found)
         shown = (
