@@ -75,7 +75,6 @@ def main() -> None:
             faults += found
     os.chdir(Path(__file__).parents[1])
     shown = "\n".join(f"- `{line}`: {what.splitlines()[-1]}" for line, what in faults)
-    options.repeats = 1
     text = f"- {options.cases} cases: {hunt.runs} commands, {len(faults)} faults\n{shown}"
     command = f"python benchmarks/command_hunt.py --cases {options.cases} --seed {options.seed}"
     report(f"command_hunt_seed{options.seed}", options, text, command=command)

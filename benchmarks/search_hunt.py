@@ -108,7 +108,6 @@ def main() -> None:
     results = [known[number] for number in wanted]
     where = " --regions" if options.regions else ""
     command = f"python benchmarks/search_hunt.py --cases {options.cases} --seed {options.seed}{where}"
-    options.repeats = 1
     report(
         f"search_hunt{'_regions' if options.regions else ''}_seed{options.seed}",
         options,
