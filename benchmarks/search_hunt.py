@@ -54,7 +54,7 @@ from whale.errors import InfeasibleError, ScheduleError, UsageError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.planner.catalog import device_types
 from whale.planner.cost.precision import BY_DTYPE
-from whale.planner.search import SearchSettings
+from whale.planner.search import SearchSettings, StageChoice
 
 SLIGHT, SEVERE = 0.01, 0.05
 """Parts of the found plan's step by which a rival wins."""
@@ -268,16 +268,7 @@ def _shown(choice: Choice) -> dict[str, Any]:
         "schedule": candidate.schedule,
         "stages": [
             f"[{one.first},{one.last}) {_ranges(one.ranks)} {one.data}x{one.tensor}x{one.expert} {_rows(one.rows)}"
-            + "".join(
-                f" {what}"
-                for what, is_so in (
-                    (f"zero {one.level}", one.level),
-                    (f"recompute {one.recompute}", one.recompute != "none"),
-                    (f"offload {one.offload}", one.offload != "none"),
-                    (f"context {one.context}", one.context > 1),
-                )
-                if is_so
-            )
+            + _ways(one)
             for one in candidate.stages
         ],
     }
@@ -291,6 +282,17 @@ def _ranges(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return "+".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _ways(stage: StageChoice) -> str:
+    """Words for the state that a stage divides, what it computes again or has on the host, and rows that it cuts."""
+    found = {
+        "zero": stage.level,
+        "recompute": stage.recompute != "none" and stage.recompute,
+        "offload": stage.offload != "none" and stage.offload,
+        "context": stage.context > 1 and stage.context,
+    }
+    return "".join(f" {name} {value}" for name, value in found.items() if value)
 
 
 def _rows(rows: Sequence[int]) -> str:

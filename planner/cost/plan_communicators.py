@@ -77,10 +77,12 @@ class PlanCommunicators(PlanMessages):
     def _summing_stage(self, stage: ChainStage) -> set[tuple[int, ...]]:
         """The sets of ranks that sum gradients of a stage's parameters but experts: all of it, where its tensor groups
         have some whole and compute parts of their gradients."""
+        if stage.tensor == 1:
+            return {stage.data_group}
         profile = self.prices.profile
         kinds = [profile.kinds[kind] for kind in {profile.layers[layer] for layer in stage.layers}]
         degrees = (stage.tensor, stage.expert, stage.context)
-        summed = any(variant_of(kind, *degrees).summed for kind in kinds if kind.variants and stage.tensor > 1)
+        summed = any(variant_of(kind, *degrees).summed for kind in kinds if kind.variants)
         return {stage.data_group, stage.ranks} if summed else {stage.data_group}
 
     def _bytes(self, ranks: tuple[int, ...]) -> float:

@@ -154,7 +154,7 @@ def annotations_of(
         for path in _experts_of(one, experts)
     }
     if len(stages) == 1:
-        nest = _nest(stages[0], dim_along(""))
+        nest = _nest(stages[0], "", dim_along)
         return ({"": nest} if nest else {}) | _folded(of_experts)
     for index, anchor in enumerate(anchors):
         if not anchor or anchor in anchors[:index]:
@@ -163,7 +163,7 @@ def annotations_of(
                 "annotate"
             )
     found = {
-        anchor: (f"stage({len(stage.ranks)})", *_nest(stage, dim_along(anchor)))
+        anchor: (f"stage({len(stage.ranks)})", *_nest(stage, anchor, dim_along))
         for anchor, stage in zip(anchors, stages, strict=True)
     }
     rest = _nests(stages, list(places), set(anchors), dim_along)
@@ -180,9 +180,10 @@ def _nest_of_experts(stage: StageChoice, way: str | None) -> tuple[str, ...]:
     return (*data, f"split({stage.expert})" if way is None else f"split({stage.expert}, experts={way!r})")
 
 
-def _nest(stage: StageChoice, dim: int | None) -> tuple[str, ...]:
+def _nest(stage: StageChoice, path: str, dim_along: Callable[[str], int | None]) -> tuple[str, ...]:
+    dim = dim_along(path) if stage.context > 1 else None  # which looks at the whole graph
     data = tuple(f"replicate({degree})" for degree in (stage.data, stage.expert) if degree > 1)
-    cut = (f"split({stage.context}, dim={dim})",) if stage.context > 1 and dim is not None else ()
+    cut = (f"split({stage.context}, dim={dim})",) if dim is not None else ()
     return (*data, *cut, *((f"split({stage.tensor})",) if stage.tensor > 1 else ()))
 
 
@@ -221,7 +222,7 @@ def _nests(
         if path in anchors:
             continue
         if told[path] != around:
-            nest = _nest(first[told[path]], dim_along(path)) if told[path] else ()
+            nest = _nest(first[told[path]], path, dim_along) if told[path] else ()
             found[path] = nest or ("replicate()",)
     return found
 

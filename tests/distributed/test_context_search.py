@@ -120,6 +120,7 @@ def test_a_plan_that_cuts_rows_is_predicted_and_runs(worlds: Worlds, name: str, 
     before, after = scored.prediction, choice.prediction
     assert after.step_seconds == pytest.approx(before.step_seconds, rel=0.25)
     memory = [max(device.total - device.framework for device in one.memory) for one in (before, after)]
-    # Gradients come while activations go, which the search does not count: the less, the more gradients there are.
-    assert 0.7 * memory[0] <= memory[1] <= 1.2 * memory[0]
+    # Gradients of the wide last stage with positions come while activations go, which the search does not count.
+    least = 0.7 if name == "positions" else 0.8
+    assert least * memory[0] <= memory[1] <= 1.2 * memory[0]
     assert max(worlds.run(size, planned_step, name, choice.plan.dumps())) <= BOUND
