@@ -22,12 +22,14 @@ from whale.compile.options import Options
 from whale.compile.placed_like import placed_like
 from whale.compile.rank_step import RankStep, rank_step
 from whale.compile.row_shares import batch_leaf_names, row_shares
-from whale.compile.trace import Traced, trace
+from whale.compile.trace import Traced, set_modes, trace
 from whale.compile.unread import check_places, forms_of_unread
 from whale.errors import CaptureError, WorkerError
-from whale.graph.capture import batch_leaves
+from whale.graph.capture import batch_leaves, capture
+from whale.graph.captured import Captured
+from whale.graph.carried import CapturedForward, Forwards
 from whale.graph.copies import variables_of
-from whale.graph.made_once import copied, write_made
+from whale.graph.made_once import Attribute, copied, write_made
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster
@@ -119,6 +121,7 @@ class Builder:
         self.host_group: Any = None
         self.first: Compilation | None = None
         self.any_size = self._no_sizes()
+        self.forwards = Forwards()
         self.shards: dict[str, Shard] = {}
         self.layouts: dict[str, tuple[int, ...]] = {}
         self.segments = kernels_of_inductor() if options.compile else None
@@ -213,11 +216,14 @@ class Builder:
             on_host=compilation.tables_on_host,
             host_group=self.host_group,
         )
+        own_modes = modes if any(modes) else ()
         data = self._rank_step(compilation)
         step = self._assemble(self._with_kernels(data, held, example), held)
-        self._learn(Kind(modes if any(modes) else (), "loss"), example, PlacedStep(compilation, data), held)
-        step = replace(step, leaves=self._kept_by(compilation, Changes()))
-        engine.install(example, modes if any(modes) else (), step)
+        self._learn(Kind(own_modes, "loss"), example, PlacedStep(compilation, data), held)
+        forward = self._forward(compilation.captured, example, own_modes, "loss", (), Changes(), held)
+        self.forwards.add(forward)
+        step = replace(step, leaves=self._kept_by(compilation, Changes(), forward))
+        engine.install(example, own_modes, step)
         if bring == "parts" and engine.local is not None:
             engine.local.divide_samples(step.stages, example)
         attend(engine, named)
@@ -317,6 +323,8 @@ class Builder:
             if not numbers:
                 raise
             compilation, numbers, kind = self._compiled(self._trace(batch, modes, returns, (), tensors)), (), None
+        forward = self._forward(compilation.captured, batch, modes, returns, numbers, changes, tensors)
+        self.forwards.add(forward)
         needed = compilation.shards()
         check_places(needed, self.shards)
         for name, shard in needed.items():
@@ -331,9 +339,11 @@ class Builder:
         if kind is not None:
             self._learn(kind, varying, PlacedStep(compilation, data), tensors)
         step = self._assemble(self._with_kernels(data, tensors, batch), tensors)
-        return replace(step, numbers=tuple(numbers), leaves=self._kept_by(compilation, changes))
+        return replace(step, numbers=tuple(numbers), leaves=self._kept_by(compilation, changes, forward))
 
-    def _kept_by(self, compilation: Compilation, changes: Changes) -> Callable[[nn.Module], bool] | None:
+    def _kept_by(
+        self, compilation: Compilation, changes: Changes, forward: CapturedForward
+    ) -> Callable[[nn.Module], bool] | None:
         """Gives a model what a compiled forward makes and keeps, and says whether that is another one than others have
         read; None if it makes nothing."""
         made = compilation.captured.made
@@ -346,9 +356,50 @@ class Builder:
             write_made(model, copied({one: x for one, x in made.items() if one.kind != "buffer"}))
             if outdated:
                 self.any_size = self._no_sizes()
+            self.forwards = Forwards()  # others were captured from another state
+            self.forwards.add(forward)
             return outdated
 
         return leave
+
+    def _forward(
+        self,
+        captured: Captured,
+        batch: Mapping[str, Any],
+        modes: Modes,
+        returns: Returns,
+        numbers: Collection[str],
+        changes: Changes,
+        tensors: Mapping[str, Tensor],
+    ) -> CapturedForward:
+        """A captured forward, as it is compared with others."""
+        example = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+        def again(start: Mapping[Attribute, Any]) -> Captured:
+            set_modes(self.template, any(modes), modes)
+            return capture(
+                self.template,
+                example,
+                device=self.world.device,
+                loss_fn=self.loss_fn,
+                promote=self.options.promote,
+                returns=returns,
+                numbers=numbers,
+                precision=LOW_PRECISIONS.get(self.options.precision or ""),
+                values=tensors.get,
+                start=start,
+            )
+
+        return CapturedForward(
+            modes=modes,
+            returns=returns,
+            attributes=changes.key,
+            batch=example,
+            left=captured.left,
+            outside=captured.left_outside,
+            listing=captured.listing,
+            again=again,
+        )
 
     def _compiled(self, traced: Traced) -> Compilation:
         assert self.first is not None

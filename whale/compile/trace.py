@@ -6,7 +6,7 @@ nothing, and knows no device and no plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,7 @@ from whale.strategies.placing import Report, batch_placeholders, place_time
 from whale.strategies.rules.registry import rule_of
 from whale.strategies.ungroup import ungroup
 
-__all__ = ["Traced", "main_dtype", "precision_of", "trace"]
+__all__ = ["Traced", "main_dtype", "precision_of", "set_modes", "trace"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +152,7 @@ def trace(
         AnnotationError: its annotations are not in the order of the data's flow.
         UsageError: its loss depends on nothing that could be trained.
     """
-    model.train(training)
-    for module, mode in zip(model.modules(), modes, strict=False):
-        module.training = mode
+    set_modes(model, training, modes)
     dtype = LOW_PRECISIONS.get(precision or "")
     options: dict[str, Any] = {"loss_fn": loss_fn, "promote": promote, "returns": returns, "numbers": numbers}
     options["values"] = values
@@ -179,6 +177,14 @@ def trace(
         parameters={name: x.nbytes for name, x in model.named_parameters()},
         buffers={name: x.nbytes for name, x in model.named_buffers()},
     )
+
+
+def set_modes(model: nn.Module, training: bool, modes: Iterable[bool]) -> None:
+    """Let a model be in training mode or not, and each of its modules, in the order of ``modules()``, in that of
+    *modes*."""
+    model.train(training)
+    for module, mode in zip(model.modules(), modes, strict=False):
+        module.training = mode
 
 
 def _check_loss(loss: Value, stages: Partition, training: bool) -> None:

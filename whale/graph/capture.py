@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from whale.errors import CaptureError, UsageError
 from whale.graph.canonical import canonicalize, inline_regions
 from whale.graph.capture_checks import check_batch, check_dtypes, check_hooks, check_static
 from whale.graph.capture_errors import capture_error
-from whale.graph.captured import Captured, mark_gradients
+from whale.graph.captured import Captured, listed, mark_gradients
 from whale.graph.copies import model_copy, reading
 from whale.graph.custom_functions import checking_functions
 from whale.graph.exported import (
@@ -51,6 +52,7 @@ from whale.graph.made_once import (
     left_by,
     made_once,
     set_made_buffers,
+    without_tensors_of,
     write_made,
 )
 from whale.graph.numbers import numbers_to_tensors
@@ -324,6 +326,7 @@ def capture(
     numbers: Collection[str] = (),
     precision: torch.dtype | None = None,
     values: Callable[[str], torch.Tensor | None] | None = None,
+    start: Mapping[Attribute, Any] = MappingProxyType({}),
 ) -> Captured:
     """Capture the loss of *model* on a batch of these shapes, or what else a step *returns*.
 
@@ -331,7 +334,7 @@ def capture(
     *promote* turns casts to float32 inside the model into casts to float64 (for comparisons in float64). The leaves
     *numbers*, of type float, become tensors without dims; that fails where the model does more than compute with one.
     *values* gives a buffer of the model by its name, of which the first forward may make what later ones read; without
-    it those that have no data have any.
+    it those that have no data have any. The forward begins with the attributes *start* in the place of its own.
     Raises :class:`CaptureError` with the user's file and line where the model cannot be captured.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -366,7 +369,7 @@ def capture(
 
     def duplicated() -> tuple[nn.Module, LossFn | None]:
         duplicate, loss = _duplicate(model, mode, device, loss_fn)
-        write_made(duplicate, copied(made))
+        write_made(duplicate, copied({**start, **made}))
         set_made_buffers(duplicate)
         return duplicate, loss
 
@@ -435,6 +438,8 @@ def capture(
                     before_made.append(listings[-1])
                     return exported(copying=False)
                 steadiness.leave(model)
+                remaining.update(without_tensors_of(duplicate, left.known))
+                outside.append(steadiness.keeps_outside)
             check_constants(program, model)
             merge_tied(program, duplicate, model)
             if first is None and mutates(program.graph):
@@ -459,6 +464,8 @@ def capture(
         return program, entered["stage"]
 
     listings: list[Listing] = []
+    remaining: dict[Attribute, Any] = {}
+    outside: list[bool] = []
     # A model that will run is traced completely: differences between its layers may be invisible to the comparison.
     with under_autocast(autocast):
         program, stages = exported(copying=not _has_values(model))
@@ -474,6 +481,8 @@ def capture(
     scopes = (scope for path in marked.values() for scope in path)
     annotated = dict.fromkeys(s.region for s in scopes if s.strategy.makes_stage)
     captured.stage_regions = (*annotated, *(f"stage#{i}" for i in range(stages)))
+    captured.left, captured.left_outside = remaining, any(outside)
+    captured.listing = listed(captured)
     return captured
 
 

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from whale.graph.canonical import DRAWS
+from whale.graph.forward_state import Listing, graph_listing
 from whale.graph.made_once import Attribute
 from whale.graph.nodes import node_copy
-from whale.graph.origins import SourceLine
+from whale.graph.origins import SourceLine, place_of_node
 from whale.graph.structure import Structure
 from whale.graph.values import Value, resolve
 
-__all__ = ["Captured", "copy_of", "mark_gradients"]
+__all__ = ["Captured", "Listed", "copy_of", "listed", "mark_gradients"]
+
+
+class Listed(NamedTuple):
+    """A captured graph, to be compared with others: its nodes, and its constants, each with the line that reads it."""
+
+    nodes: Listing
+    constants: tuple[tuple[Any, SourceLine | None], ...]
+
+
+def listed(captured: Captured) -> Listed:
+    """A captured graph as it is now."""
+    holes = {node.name: node for node in captured.graph.find_nodes(op="placeholder")}
+    places = {name: next(map(place_of_node, holes[name].users), None) for name in captured.constants if name in holes}
+    constants = tuple((x, places.get(name)) for name, x in captured.constants.items())
+    return Listed(graph_listing(captured.graph), constants)
 
 
 @dataclass(kw_only=True)
@@ -29,7 +45,9 @@ class Captured:
     loss (any number, if the model returned none: not ``has_loss``) followed by the new values of the buffers in
     ``mutated``, and the tensors of ``structure``, that of the model's output, where it is wanted. ``stage_regions`` are
     those of annotated modules, whether they run or not, and of ``with`` statements, whether they compute or not.
-    ``made`` are attributes as the first forward leaves them, with which it was captured.
+    ``made`` are attributes as the first forward leaves them, with which it was captured; ``left`` are others that it
+    changes, ``left_outside`` says whether it changes what modules do not have, and ``listing`` is its graph as it was
+    captured, with the constants.
     """
 
     graph: fx.Graph
@@ -44,6 +62,9 @@ class Captured:
     stage_regions: tuple[str, ...] = ()
     written: tuple[tuple[str, SourceLine | None], ...] = ()
     made: Mapping[Attribute, Any] = field(default_factory=dict)
+    left: Mapping[Attribute, Any] = field(default_factory=dict)
+    left_outside: bool = False
+    listing: Listed = field(default_factory=lambda: Listed((), ()))
 
     @property
     def new_values(self) -> dict[str, Value]:

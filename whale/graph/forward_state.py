@@ -14,7 +14,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from operator import length_hint
 from types import FrameType, GeneratorType
@@ -43,7 +43,7 @@ from whale.graph.outside import Outside
 from whale.graph.reach import REACHED, WATCHES, Reach, Same, untraced
 from whale.ir.objects import FORWARD_HOOKS
 
-__all__ = ["Listing", "Steadiness", "graph_listing"]
+__all__ = ["Listing", "Steadiness", "first_difference", "graph_listing"]
 
 
 class Kept(NamedTuple):
@@ -314,6 +314,11 @@ class Steadiness:
         return not (self._drawn or self._clocks or any(map(self._state.is_read_by_loss, self._kept)))
 
     @property
+    def keeps_outside(self) -> bool:
+        """Whether the last trace changed what modules do not have."""
+        return any(kept.path is None for kept in self._kept)
+
+    @property
     def kept_something(self) -> bool:
         """Whether the trace changed a state, or read a clock."""
         return bool(self._kept or self._drawn or self._clocks)
@@ -363,7 +368,7 @@ class Steadiness:
         except Exception as problem:
             second, error = first, problem
         changing = _changed(left, self._left) if own else []
-        differs, line = _first_difference(first, second)
+        differs, line = first_difference(first, second)
         if not changing and not differs and error is None:
             return
         if not own:
@@ -393,7 +398,7 @@ class Steadiness:
 
     def leave(self, model: nn.Module) -> None:
         """Let the tensors that the forward of this model has left outside of its copy say what they are."""
-        if any(kept.path is None for kept in self._kept):
+        if self.keeps_outside:
             state = State(model, self._state.loss_fn)
             state.now()
             for tensor in state.fakes:
@@ -409,7 +414,7 @@ class Steadiness:
         outside = [kept for kept in self._kept if kept.path is None]
         if not outside:
             return
-        differs, line = _first_difference(first, second)
+        differs, line = first_difference(first, second)
         if differs:
             shown = ", ".join(map(str, outside[:3]))
             raise located(
@@ -540,7 +545,8 @@ def _place_of_change(
     return found[0] if found else None
 
 
-Listing = list[tuple[fx.Node, Hashable]]
+Listing = Sequence[tuple[fx.Node, Hashable]]
+"""Nodes, each with a text that is equal for equal operators."""
 
 
 def graph_listing(graph: fx.Graph) -> Listing:
@@ -563,7 +569,7 @@ def _numbered(number: Mapping[fx.Node, int], node: fx.Node) -> Any:
     return f"%{number[node]}"
 
 
-def _first_difference(first: Listing, second: Listing) -> tuple[bool, SourceLine | None]:
+def first_difference(first: Listing, second: Listing) -> tuple[bool, SourceLine | None]:
     """Whether two graphs differ, and the model's line of the first operator that does."""
     for (node, text), (_, other) in zip(first, second, strict=False):
         if text != other:

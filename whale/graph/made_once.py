@@ -36,6 +36,7 @@ __all__ = [
     "made_once",
     "mark_left",
     "set_made_buffers",
+    "without_tensors_of",
     "write_made",
 ]
 
@@ -185,6 +186,16 @@ def _all_of(x: Any) -> Iterator[Any]:
 def fakes_in(x: Any) -> list[FakeTensor]:
     """The tensors without data that a value reaches."""
     return [one for one in _all_of(x) if isinstance(one, FakeTensor)]
+
+
+def without_tensors_of(model: torch.nn.Module, attributes: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
+    """The attributes that reach no tensor of a model."""
+    own = {id(x) for x in (*model.parameters(), *model.buffers())}
+    return {
+        name: value
+        for name, value in attributes.items()
+        if not any(id(x) in own for x in _all_of(value) if isinstance(x, Tensor))
+    }
 
 
 def write_made(model: torch.nn.Module, made: Mapping[Attribute, Any]) -> bool:
