@@ -19,12 +19,13 @@ from whale.ir.micro_batches import rows_of_micro_batch
 from whale.ir.profile import Affine, ModelProfile
 from whale.ir.strategy import RECOMPUTES, Offload, Recompute, offload_steps
 from whale.ir.units import counted
-from whale.planner.balance.cuts import CutProblem, StageGroup, Tie, fastest_cut
+from whale.planner.balance.cuts import Cut, CutProblem, Objective, StageGroup, Tie, fastest_cut
 from whale.planner.balance.shares import Remedy, Worker, fastest_shares, memory_between
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts
 from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.memory import refuse_tiny
 from whale.planner.cost.optimizers import Optimizer
+from whale.planner.cost.plan import PlanCost
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.uniform import Stages
 from whale.planner.network.communication import send
@@ -32,6 +33,9 @@ from whale.planner.schedules.in_flight import in_flight
 
 __all__ = ["boundless", "cut_problem", "cuts_by_speed", "pipeline_by_speed", "rows_by_speed"]
 
+
+MOST_SETTLED = 8
+"""Cuts whose memory is counted in full."""
 
 Ladder = Sequence[tuple[str, Mapping[str, Any]]]
 """Changes of one option, each in the user's words and as fields of a `Configuration`, from the smallest to the
@@ -53,10 +57,9 @@ def cuts_by_speed(stages: Stages, ladders: Sequence[Ladder] | None = None) -> tu
     given = stages.layout.configuration
     if given.pipeline == 1 or given.virtual_stages > 1 or given.layers_per_stage is not None:
         return even_cuts(stages.profile, stages.layout)
-    relieved = _relieved(stages, lambda other: fastest_cut(cut_problem(other), "slowest"), ladders)
-    remedies = ((change, cut_problem(other)) for change, other in relieved)
-    starts = fastest_cut(cut_problem(stages), remedies=remedies).starts
-    return tuple(range(*bounds) for bounds in pairwise((*starts, len(stages.profile.layers))))
+    relieved = _relieved(stages, lambda other: fastest_cut(_settled(other), "slowest"), ladders)
+    remedies = ((change, _settled(other)) for change, other in relieved)
+    return _layers(stages, fastest_cut(_settled(stages, "step"), remedies=remedies))
 
 
 def pipeline_by_speed(
@@ -74,6 +77,7 @@ def pipeline_by_speed(
     zero: int = 0,
     offload: Offload = "none",
     optimizer: Optimizer = "adamw",
+    in_full: bool = True,
 ) -> tuple[range, ...]:
     """Return the layers of each stage of a pipeline over all devices, assigned in the cluster's order.
 
@@ -91,6 +95,7 @@ def pipeline_by_speed(
         zero: how much of their state the replicas of a stage divide.
         offload: what is in the memory of hosts, in all stages.
         optimizer: whose states are in memory.
+        in_full: count what devices hold of no single layer too, as buckets of what they exchange.
 
     Raises:
         UsageError: the numbers do not fit the cluster or the batch.
@@ -123,6 +128,8 @@ def pipeline_by_speed(
     stages = Stages.of(profile, layout, stack=stack)
     parts = [part for part in range(2, rows + 1) if rows % part == 0]
     more = [(f"--micro-batches {micro_batches * part}", {"micro_batch": rows // part}) for part in parts]
+    if not in_full:
+        return _layers(stages, fastest_cut(cut_problem(stages)))
     return cuts_by_speed(stages, [more, _more_recompute(stages), _more_shared(stages), _more_hosted(stages)])
 
 
@@ -147,6 +154,35 @@ def boundless(stages: Stages) -> Stages:
     devices = tuple(replace(device, type=replace(device.type, memory_bytes=2**60)) for device in cluster.devices)
     layout = replace(stages.layout, cluster=replace(cluster, devices=devices))
     return stages.changed(layout)
+
+
+def _settled(stages: Stages, objective: Objective = "slowest") -> CutProblem:
+    """The layout's pipeline as numbers, with all that the devices of its fastest cut hold: buckets of what replicas
+    exchange, and what an optimizer's step needs, are of no single layer."""
+    problem, layout = cut_problem(stages), stages.layout
+    rows = (layout.configuration.batch / (layout.data * layout.num_micro_batches),) * layout.data
+    for _ in range(MOST_SETTLED):
+        try:
+            cut = fastest_cut(problem, objective)
+        except InfeasibleError:
+            break
+        own = stages.plan(_layers(stages, cut), rows)
+        plan = PlanCost.of_stages(stages.prices, own, layout.num_micro_batches, layout.configuration.schedule)
+        held = {device.rank: device for device in plan.memory()}
+        groups = []
+        for group, counted_bytes, stage in zip(problem.groups, cut.fullest_bytes, own, strict=True):
+            of_stage = [held[rank] for rank in stage.ranks if rank in held]
+            lacking = max((one.total - one.capacity for one in of_stage), default=0)
+            more = max(0.0, lacking - (counted_bytes - group.capacity_bytes))
+            groups.append(replace(group, overhead_bytes=group.overhead_bytes + more) if lacking > 0 else group)
+        if groups == list(problem.groups):
+            break
+        problem = replace(problem, groups=tuple(groups))
+    return problem
+
+
+def _layers(stages: Stages, cut: Cut) -> tuple[range, ...]:
+    return tuple(range(*bounds) for bounds in pairwise((*cut.starts, len(stages.profile.layers))))
 
 
 def cut_problem(stages: Stages) -> CutProblem:

@@ -28,6 +28,7 @@ from whale.planner.schedules.in_flight import in_flight
 __all__ = [
     "Cut",
     "CutProblem",
+    "Objective",
     "StageGroup",
     "Tie",
     "evenest_cut",

@@ -147,3 +147,19 @@ def test_a_stage_fits_only_if_it_fits_on_the_smallest_of_its_devices() -> None:
     found = estimate(profile(), cluster(fast_gib=64, slow_gib=8), configuration)
     assert not found.prediction.fits
     assert {device.device for device in found.prediction.memory} == {"slow:2"}
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_what_is_said_to_fit_does_with_all_that_devices_hold(zero: int) -> None:
+    """Buckets of gradients and of parameters, and what an optimizer's step needs, are of no single layer."""
+    wide = profile().kinds[0].model_copy(update={"parameters": 3e8, "activations": Amount(bytes=Affine(0, GIB / 16))})
+    chain = profile(8).model_copy(update={"kinds": (wide,)})
+    configuration = Configuration(
+        batch=8, micro_batch=1, pipeline=2, data=2, zero=zero, precision="fp32", balance="speed", stack="whale"
+    )
+    found = {}
+    for gib in range(14, 40, 2):
+        estimated = estimate(chain, cluster(gib, gib), configuration)
+        found[gib] = estimated.prediction.fits
+        assert estimated.prediction.fits != any("does not fit" in text for text in estimated.assumptions)
+    assert list(found.values()) == sorted(found.values()) and not found[14] and found[38]

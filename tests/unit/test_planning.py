@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.small_models import decoder, tokens
 from whale import replicate, split, stage
 from whale.cli.app import app
 from whale.commands.candidates import CandidateCompiler
-from whale.commands.planning import Planned, make_plan, stage_annotations
+from whale.commands.planning import Planned, first_that_fits, make_plan, stage_annotations
 from whale.compile.compile import compile_model, compile_traced
 from whale.compile.options import Options
 from whale.compile.trace import trace
@@ -265,6 +265,40 @@ def test_a_cut_into_stages_knows_the_optimizer_and_what_is_on_hosts(tmp_path: Pa
     for options in (("--offload", "state"), ("--offload", "auto"), ("--optimizer", "sgd")):
         done = CliRunner().invoke(app, [*given, *options])
         assert done.exit_code == 0, (options, done.stderr)
+
+
+@pytest.mark.parametrize(("memory", "level"), [("3.165 GiB", 3), ("3.175 GiB", 2), ("3.185 GiB", 1)])
+def test_stages_fit_with_the_least_level_that_is_not_said_where_one_that_is_said_fits(
+    tmp_path: Path, memory: str, level: int
+) -> None:
+    given = wide_plan(tmp_path, TIGHT.replace("3.20 GiB", memory))
+    given += ["--batch", "16", "--stages", "2", "--micro-batches", "2", "--zero"]
+    codes = [CliRunner().invoke(app, [*given, str(zero)]).exit_code for zero in (level - 1, level)]
+    assert codes == [4, 0]
+    assert CliRunner().invoke(app, [*given, "auto"]).exit_code == 0
+
+
+def test_cuts_are_made_to_plans_until_one_fits() -> None:
+    made: list[tuple[range, ...]] = []
+
+    def cut(end: int) -> tuple[range, ...]:
+        if not end:
+            raise InfeasibleError("no cut")
+        return range(end), range(end, 4)
+
+    def plan_of(layers: tuple[range, ...]) -> Any:
+        made.append(layers)
+        if len(layers[0]) < 3:
+            raise InfeasibleError(f"no plan of {layers[0]}")
+        return layers
+
+    ways = [partial(cut, end) for end in (0, 1, 1, 2, 3)]
+    found: Any = first_that_fits(ways, plan_of)
+    assert found == cut(3) and made == [cut(1), cut(2), cut(3)]
+    with pytest.raises(InfeasibleError, match=r"no plan of range\(0, 2\)"):
+        first_that_fits([*ways[:4], ways[0]], plan_of)
+    with pytest.raises(InfeasibleError, match="no cut"):
+        first_that_fits(ways[:1], plan_of)
 
 
 def test_what_does_not_free_the_memory_of_hosts_is_not_named_where_that_lacks(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ torch is loaded only for a model.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,6 +53,7 @@ from whale.planner.cost.optimizers import OPTIMIZERS, costs_of
 
 if TYPE_CHECKING:
     from whale.commands.plan_writer import Choice
+    from whale.commands.planning import Planned
     from whale.ir.cluster import Cluster
     from whale.ir.plan import Plan
     from whale.ir.profile import ModelProfile
@@ -165,7 +168,7 @@ def plan(
 
     from whale.annotations import module_scopes
     from whale.commands.automatic import cut_degrees
-    from whale.commands.planning import make_plan, stage_annotations
+    from whale.commands.planning import first_that_fits, make_plan, stage_annotations
     from whale.compile.options import Options
     from whale.compile.trace import trace
     from whale.graph.capture import batch_rows
@@ -197,79 +200,86 @@ def plan(
             precision=autocast,
             rules=asked or recompute not in (None, "none"),
         )
-    annotations, planned = None, []
-    if stages is not None:
+    word = f"compiling {loaded.name} for {counted(len(cluster.devices), 'device')}"
+
+    def plan_under(
+        annotations: Mapping[str, Sequence[str]] | None = None, planned: Sequence[PlanStage] = ()
+    ) -> Planned:
+        note(word)
+        return make_plan(
+            loaded.model,
+            loaded.batch,
+            Costs(
+                profile=profile,
+                cluster=cluster,
+                precision=precision,
+                micro_batches=micro_batches,
+                device="cuda" if _accelerated(cluster) else "cpu",
+                optimizer=optimizer,
+            ),
+            Options(
+                micro_batches=micro_batches,
+                schedule=schedule,
+                precision=autocast,
+                gradient_dtype=gradient_dtype,
+                step_in_backward=step_in_backward,
+                reduce=reduce,
+                staleness=staleness,
+                recompute="none" if recompute is None or recompute == "auto" else recompute,
+                state=None if zero == "auto" else state,
+                offload="none" if offload is None or offload == "auto" else offload,
+            ),
+            rows=rows,
+            name=loaded.name,
+            annotations=annotations,
+            stages=planned,
+            least=recompute == "auto",
+            least_state=state if zero == "auto" else None,
+            auto_shares=state_shares == "auto" or (zero == "auto" and state_shares is None),
+            least_offload=offload == "auto",
+            traced=traced,
+        )
+
+    if stages is None:
+        found = plan_under()
+    else:
         replicas = replicas or max(1, len(cluster.devices) // stages)
         if scopes:
             raise UsageError(f"--stages {stages} is for a model without annotations, but {loaded.name} has some")
         rules: tuple[Recompute, ...] = ("none", "full") if recompute == "auto" else (recompute or "none",)
-        levels = (0, 3) if zero == "auto" else (zero or 0,)
+        levels = LEVELS if zero == "auto" else (zero or 0,)
         most = offload_steps(has_tables=profile.has_tables)[-1]
         words: tuple[Offload, ...] = ("none", most) if offload == "auto" else (offload or "none",)
-        ways = [*product(words, rules, levels)]
-        # buckets of a divided state are counted generously here: what the compiled plan holds decides
-        less = [(words[-1], rules[-1], LEVELS[-1])] if 0 < levels[-1] < LEVELS[-1] else []
-        problem: InfeasibleError | None = None
-        for word, rule, level in (*ways, *less):
+        cuts = partial(
+            pipeline_by_speed,
+            profile,
+            cluster,
+            batch=rows,
+            micro_batches=micro_batches,
+            num_stages=stages,
+            replicas=replicas,
+            precision=precision,
+            schedule=schedule,
+            optimizer=optimizer,
+        )
+
+        def layers_under(offload: Offload, recompute: Recompute, zero: int) -> tuple[range, ...]:
             try:
-                cuts = pipeline_by_speed(
-                    profile,
-                    cluster,
-                    batch=rows,
-                    micro_batches=micro_batches,
-                    num_stages=stages,
-                    replicas=replicas,
-                    precision=precision,
-                    schedule=schedule,
-                    recompute=rule,
-                    zero=level,
-                    offload=word,
-                    optimizer=optimizer,
-                )
-                break
-            except InfeasibleError as error:
-                problem = error if (word, rule, level) in ways else problem
-        else:
-            assert problem is not None
-            raise problem
-        annotations = stage_annotations(profile, cuts)
+                return cuts(offload=offload, recompute=recompute, zero=zero)
+            except InfeasibleError:
+                # buckets of a divided state are counted generously here: what the compiled plan holds decides
+                for level in dict.fromkeys((zero, LEVELS[-1])) if zero else ():
+                    with suppress(InfeasibleError):
+                        return cuts(offload=offload, recompute=recompute, zero=level, in_full=False)
+                raise
+
         axes = (PlanAxis(name="data", size=replicas, role="replicate"),) if replicas > 1 else ()
         of_stage = (tuple(range(first, first + replicas)) for first in range(0, stages * replicas, replicas))
         planned = [PlanStage(ranks=ranks, axes=axes) for ranks in of_stage]
-    note(f"compiling {loaded.name} for {counted(len(cluster.devices), 'device')}")
-    found = make_plan(
-        loaded.model,
-        loaded.batch,
-        Costs(
-            profile=profile,
-            cluster=cluster,
-            precision=precision,
-            micro_batches=micro_batches,
-            device="cuda" if _accelerated(cluster) else "cpu",
-            optimizer=optimizer,
-        ),
-        Options(
-            micro_batches=micro_batches,
-            schedule=schedule,
-            precision=autocast,
-            gradient_dtype=gradient_dtype,
-            step_in_backward=step_in_backward,
-            reduce=reduce,
-            staleness=staleness,
-            recompute="none" if recompute is None or recompute == "auto" else recompute,
-            state=None if zero == "auto" else state,
-            offload="none" if offload is None or offload == "auto" else offload,
-        ),
-        rows=rows,
-        name=loaded.name,
-        annotations=annotations,
-        stages=planned,
-        least=recompute == "auto",
-        least_state=state if zero == "auto" else None,
-        auto_shares=state_shares == "auto" or (zero == "auto" and state_shares is None),
-        least_offload=offload == "auto",
-        traced=traced,
-    )
+        found = first_that_fits(
+            [partial(layers_under, *way) for way in product(words, rules, levels)],
+            lambda layers: plan_under(stage_annotations(profile, layers), planned),
+        )
     why = [f"why: {reason}" for reason in found.reasons]
     if found.even is not None and found.even is not found.predicted:
         even, step = found.even.prediction.step_seconds, found.predicted.prediction.step_seconds

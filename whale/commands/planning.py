@@ -8,7 +8,7 @@ unmodified model, `whale.planner.balance.by_speed` first partitions the layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
@@ -71,6 +71,37 @@ class Planned:
     predicted: Predicted
     even: Predicted | None
     reasons: tuple[str, ...]
+
+
+def first_that_fits(
+    ways: Iterable[Callable[[], tuple[range, ...]]], made: Callable[[tuple[range, ...]], Planned]
+) -> Planned:
+    """The plan *made* of the first layers of stages with which it fits.
+
+    Args:
+        ways: to cut a model into stages; those that leave more memory last.
+        made: gives the plan of a cut.
+
+    Raises:
+        InfeasibleError: none fits; that of the last plan, or where none was made, of the last cut.
+    """
+    problem: InfeasibleError | None = None
+    tried: set[tuple[range, ...]] = set()
+    for way in ways:
+        try:
+            layers = way()
+        except InfeasibleError as error:
+            problem = problem if tried else error
+            continue
+        if layers in tried:
+            continue
+        tried.add(layers)
+        try:
+            return made(layers)
+        except InfeasibleError as error:
+            problem = error
+    assert problem is not None
+    raise problem
 
 
 def stage_annotations(profile: ModelProfile, cuts: Sequence[range]) -> dict[str, tuple[str, ...]]:
@@ -218,6 +249,12 @@ def make_plan(
         levels = least_steps(ranks, LEVELS, lambda levels: memory_of(_divided(plan, levels, way)), given=told)
         return _divided(plan, levels, way)
 
+    def raised(plan: Plan) -> Plan:
+        """The plan with the next level of each stage whose level is open."""
+        now = [_level(stage) for stage in plan.stages]
+        levels = [min(own + 1, LEVELS[-1]) if level is None else level for own, level in zip(now, told, strict=True)]
+        return _divided(plan, levels, least_state or StateSharding(1)) if may_divide else plan
+
     def with_hosts(plan: Plan) -> Plan:
         words = offload_that_fits(first, lambda words: memory_of(_hosted(plan, words)), given=on_host)
         return _hosted(plan, words)
@@ -247,7 +284,7 @@ def make_plan(
     if not plans and least_offload:
         plans = tried([partial(with_hosts, start)]) or tried([lambda: with_hosts(most_of_all())])
     found: list[Planned] = []
-    for plan in plans:
+    for plan in plans:  # which grows
         plan, even = settled(plan)
         rules, levels = [one.recompute or "none" for one in plan.stages], [_level(one) for one in plan.stages]
         words = [one.offload or "none" for one in plan.stages]
@@ -262,6 +299,8 @@ def make_plan(
             one = _balanced(first, costs, plan, even, settled)
         except InfeasibleError as error:
             problem = error
+            if least_state is not None and (harder := raised(plan)) != plan:  # peaks are brief above
+                plans.append(harder)
             continue
         why = (
             *_why_least("recompute", RECOMPUTES, rules),
