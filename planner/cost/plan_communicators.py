@@ -29,7 +29,7 @@ class PlanCommunicators(PlanMessages):
             return 0.0
         total = self._of_all + sum(map(self._bytes, (*self._inside(own, kind), *self._summing(own))))
         if stage.level:
-            total += sum(map(self._bytes, self._summing_stage(stage)))
+            total += sum(map(self._bytes, self._summing_stage(stage) | self._sharing(own, divided=True)))
         at = stage.slice(kind.index).index(kind.rank)
         for way in range(2):
             for ends, count in self._peers(own, place, way, at).items():
@@ -65,18 +65,35 @@ class PlanCommunicators(PlanMessages):
         """The sets of ranks that sum gradients: of all but experts, of experts, and of what stages share."""
         found = set()
         for stage in (self.stages[index] for index in own):
-            found |= self._summing_stage(stage) | {stage.data_group[:: stage.expert]}
+            found |= self._summing_stage(stage)
+            if stage.expert > 1:
+                found.add(stage.data_group[:: stage.expert])
+        return found | self._sharing(own)
+
+    def _sharing(self, own: tuple[int, ...], *, divided: bool = False) -> set[tuple[int, ...]]:
+        """The sets of ranks that have what the stages *own* share with others; only of what is *divided* over them."""
+        found = set()
         for readers, _ in self.prices.profile.tied:
             owners = self._owners(readers)
+            stages = [self.stages[index] for index in owners]
+            if divided and not all(stage.level for stage in stages):
+                continue
             if self._is_apart(readers) and set(own).intersection(owners):
                 unlike = self._are_unlike(owners)
-                stages = [self.stages[index] for index in owners]
                 found.add(tuple(rank for one in stages for rank in (one.ranks if unlike else one.data_group)))
         return found
 
     def _summing_stage(self, stage: ChainStage) -> set[tuple[int, ...]]:
         """The sets of ranks that sum gradients of a stage's parameters but experts: all of it, where its tensor groups
-        have some whole and compute parts of their gradients."""
+        have some whole and compute parts of their gradients; none of a stage that has but what others have too."""
+        shared = sum(
+            elements / stage.tensor
+            for readers, elements in self.prices.profile.tied
+            if self._is_apart(readers) and not set(stage.layers).isdisjoint(readers)
+        )
+        dense, _ = self.prices.parameters(stage.layers, stage.tensor, stage.expert)
+        if dense < shared + 1:
+            return set()
         if stage.tensor == 1:
             return {stage.data_group}
         profile = self.prices.profile

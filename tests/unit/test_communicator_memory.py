@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from whale.compile.compilation import Compilation
 from whale.compile.compile import compile_model
 from whale.compile.options import Options
 from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.profile import ModelProfile
 from whale.ir.state import StateSharding
 from whale.planner.catalog import device_types
 from whale.planner.cost.memory import FRAMEWORK_BYTES, communicator_bytes, framework_bytes
@@ -103,13 +105,18 @@ def test_the_search_counts_the_communicators_of_the_compiled_plan(layout: str) -
         assert framework == pytest.approx(compiled[rank], rel=0.2 if part else 0.001), (rank, found, compiled)
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_norms_of_heads_are_summed_by_tensor_groups_too(level: int) -> None:
+@cache
+def qwen3() -> tuple[CandidateCompiler, ModelProfile]:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 64, "head_dim": 8, "vocab_size": 32, "sequence_length": 8}
     loaded = load_model("hf:qwen3", sizes, batch_size=4, device="meta")
     trial = CandidateCompiler(loaded.model, loaded.batch, name="qwen3", optimizer="adamw")
-    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), captured=trial.captured)
+    return trial, profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), captured=trial.captured)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_norms_of_heads_are_summed_by_tensor_groups_too(level: int) -> None:
+    trial, profile = qwen3()
     assert profile.kinds[1].variants[1].summed >= 16
     h20 = device_types()["H20"]
     cluster = Cluster.homogeneous(4, h20, intra=h20.intra_node)
@@ -120,6 +127,43 @@ def test_norms_of_heads_are_summed_by_tensor_groups_too(level: int) -> None:
     found, wanted = (max(one.framework for one in p.memory) for p in (candidate.prediction, choice.prediction))
     assert found == pytest.approx(wanted, rel=0.001)
     assert wanted > framework_bytes(h20, 4)
+
+
+@cache
+def t5() -> tuple[CandidateCompiler, ModelProfile]:
+    sizes = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 32, "vocab_size": 32}
+    loaded = load_model("hf:t5", {**sizes, "sequence_length": 8}, batch_size=4, device="meta")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="t5", optimizer="adamw")
+    return trial, profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), captured=trial.captured)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("end", [1, 2])
+def test_a_parameter_that_stages_share_has_ranks_of_its_own_which_may_be_all_that_a_stage_has(
+    end: int, level: int, tensor: int
+) -> None:
+    trial, profile = t5()
+    h20 = device_types()["H20"]
+    cluster = Cluster.homogeneous(4 * tensor, h20, intra=h20.intra_node)
+    stages = [
+        StageChoice(
+            first=first,
+            last=last,
+            ranks=tuple(range(place * 2 * tensor, (place + 1) * 2 * tensor)),
+            data=2,
+            tensor=tensor,
+            rows=(2, 2),
+            state=StateSharding(level) if level else None,
+        )
+        for place, (first, last) in enumerate(((0, end), (end, len(profile.layers))))
+    ]
+    candidate = evaluate(profile, cluster, stages, micro_batches=1, precision="fp32", optimizer="adamw")
+    choice = PlanWriter(profile, cluster, 4, trial, None).compiled(candidate, trial)
+    assert choice.compiled, choice.reason
+    compiled = {device.rank: device.framework for device in choice.prediction.memory}
+    for device in candidate.prediction.memory:
+        assert device.framework == pytest.approx(compiled[device.rank], rel=0.2 if tensor > 1 else 0.001)
 
 
 def test_processors_have_no_communicators_of_nccl() -> None:
