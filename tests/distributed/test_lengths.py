@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -137,6 +138,40 @@ def test_code_that_asks_for_the_length_is_compiled_for_each_answer(ranks: Two) -
     lengths = [6, 8, 5, 12, 14, 16, 11, 7, 10]
     for compiled, worst in ranks.run(train_on_lengths, "split", lengths, branching, {}):
         assert compiled == [False, True, False, True, True, False, False, False, False]
+        assert worst < BOUND
+
+
+class Windowed(nn.Module):
+    """Attends to the last seven words: a causal mask of up to seven, and one of its own beyond."""
+
+    def __init__(self, lowest: float | None = None) -> None:
+        super().__init__()
+        self.lowest = lowest
+        self.embed, self.inner, self.head = nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.inner(self.embed(tokens))
+        places = torch.arange(tokens.shape[1])
+        behind = places[:, None] - places
+        seen = (behind >= 0) & (behind < 7)
+        if self.lowest is not None:
+            seen = torch.zeros(seen.shape, dtype=x.dtype).masked_fill(~seen, self.lowest)
+        heads = x.view(*x.shape[:2], 2, 4).transpose(1, 2)
+        x = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=seen).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def windowed(lowest: float | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    return Windowed(lowest).double()
+
+
+@pytest.mark.parametrize("kind", ["replicate", "split"])
+@pytest.mark.parametrize("lowest", [None, float("-inf"), torch.finfo(torch.float64).min])
+def test_a_mask_is_that_of_each_length(ranks: Two, kind: str, lowest: float | None) -> None:
+    build = functools.partial(windowed, lowest)
+    for compiled, worst in ranks.run(train_on_lengths, kind, [6, 5, 7, 9, 12, 8, 3, 20], build, {}):
+        assert compiled == [False, True, False, True, True, False, False, False]
         assert worst < BOUND
 
 

@@ -17,13 +17,16 @@ from math import lcm
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whale.compile.compilation import Compilation
 from whale.compile.linear import OfSizes, UnlikeError, of_sizes
 from whale.compile.rank_step import RankStep
 from whale.compile.trace import Traced
+from whale.graph.masks import LARGEST_MASK, mask_in_words
 from whale.graph.size_conditions import SizeConditions, VaryingDims
+from whale.runtime.local_program import LocalCode
 
 __all__ = ["AnySize", "PlacedStep", "TracingAndPlacing"]
 
@@ -88,7 +91,7 @@ class _Template:
     shapes: Shapes
     dims: VaryingDims
     conditions: SizeConditions
-    steps: OfSizes[RankStep]
+    steps: OfSizes[tuple[RankStep, _Masks]]
     period: int
     lowest: tuple[int, ...]
     highest: tuple[int, ...]
@@ -107,7 +110,10 @@ class _Template:
         for size, low, high in zip(found, self.lowest, self.highest, strict=True):
             if (size - low) % self.period or not low <= size * far or not size <= high * far:
                 return None
-        return self.steps.make(found) if self.conditions.hold(found) else None
+        if not self.conditions.hold(found):
+            return None
+        step, masks = self.steps.make(found)
+        return step if all(map(_is_equivalent, masks)) else None
 
 
 @dataclass(kw_only=True)
@@ -183,7 +189,7 @@ class AnySize:
         sources: TracingAndPlacing,
     ) -> _Template | None:
         """The steps for all sizes, as one is placed; None if there are more differences than numbers."""
-        steps: OfSizes[RankStep] | None = None
+        steps: OfSizes[tuple[RankStep, _Masks]] | None = None
 
         def point(sizes: tuple[int, ...]) -> PlacedStep:
             if sizes == varying.between[-1]:
@@ -222,8 +228,38 @@ class AnySize:
         )
 
 
-def _steps(points: Iterable[tuple[tuple[int, ...], PlacedStep]]) -> list[tuple[tuple[int, ...], RankStep]]:
-    return [(sizes, placed.step) for sizes, placed in points]
+_Masks = tuple[tuple[str, LocalCode, tuple[Tensor, ...]], ...]
+"""Masks of attentions that run without them: their equivalents, and what computes them."""
+
+
+def _steps(
+    points: Iterable[tuple[tuple[int, ...], PlacedStep]],
+) -> list[tuple[tuple[int, ...], tuple[RankStep, _Masks]]]:
+    root = nn.Module()
+    return [
+        (
+            sizes,
+            (
+                placed.step,
+                tuple(
+                    (mask.words, LocalCode(root, mask.graph, runs_once=True), mask.constants)
+                    for mask in placed.compilation.captured.masks
+                ),
+            ),
+        )
+        for sizes, placed in points
+    ]
+
+
+def _is_equivalent(mask: tuple[str, LocalCode, tuple[Tensor, ...]]) -> bool:
+    """Whether a mask is, for other sizes too, what an attention computes without it."""
+    words, code, constants = mask
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            size = code.once(*constants).numel()
+        return size <= LARGEST_MASK and mask_in_words(code.once(*constants)) == words
+    except Exception:  # of any type: there is no such mask for these sizes
+        return False
 
 
 def _between(varying: _Varying, period: int) -> Iterator[tuple[int, ...]]:

@@ -18,7 +18,7 @@ from whale.graph.origins import SourceLine, place_of_node
 from whale.graph.structure import Structure
 from whale.graph.values import Value, resolve
 
-__all__ = ["Captured", "Listed", "copy_of", "listed", "mark_gradients"]
+__all__ = ["Captured", "KnownMask", "Listed", "copy_of", "listed", "mark_gradients"]
 
 
 class Listed(NamedTuple):
@@ -36,6 +36,20 @@ def listed(captured: Captured) -> Listed:
     return Listed(graph_listing(captured.graph), constants)
 
 
+class KnownMask(NamedTuple):
+    """A mask of attentions that is the same in every step.
+
+    Attributes:
+        words: ``causal`` or ``none``, to which it is equivalent.
+        graph: computes it, on a processor.
+        constants: of its placeholders.
+    """
+
+    words: str
+    graph: fx.Graph
+    constants: tuple[torch.Tensor, ...]
+
+
 @dataclass(kw_only=True)
 class Captured:
     """A captured model: its graph and what its placeholders are.
@@ -47,7 +61,7 @@ class Captured:
     those of annotated modules, whether they run or not, and of ``with`` statements, whether they compute or not.
     ``made`` are attributes as the first forward leaves them, with which it was captured; ``left`` are others that it
     changes, ``left_outside`` says whether it changes what modules do not have, and ``listing`` is its graph as it was
-    captured, with the constants.
+    captured, with the constants. ``masks`` are those of attentions that run without them.
     """
 
     graph: fx.Graph
@@ -64,6 +78,7 @@ class Captured:
     made: Mapping[Attribute, Any] = field(default_factory=dict)
     left: Mapping[Attribute, Any] = field(default_factory=dict)
     left_outside: bool = False
+    masks: tuple[KnownMask, ...] = ()
     listing: Listed = field(default_factory=lambda: Listed((), ()))
 
     @property

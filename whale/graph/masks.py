@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from whale.graph.captured import Captured
+from whale.graph.captured import Captured, KnownMask
+from whale.graph.nodes import node_copy
 
-__all__ = ["recognize_masks"]
+__all__ = ["LARGEST_MASK", "mask_in_words", "recognize_masks"]
 
-_LARGEST = 2**28
+LARGEST_MASK = 2**28
 """Masks with more elements (16,384 squared) are not evaluated, because that takes as many bytes, and more."""
 
 
 def recognize_masks(captured: Captured) -> None:
-    """Set ``node.meta["mask"]`` of attention calls to ``"causal"`` or ``"none"`` if their mask is equivalent."""
+    """Set ``node.meta["mask"]`` of attention calls to ``"causal"`` or ``"none"`` if their mask is equivalent, and note
+    these masks in the captured model."""
     known: dict[fx.Node, Any] = {}
     words: dict[fx.Node, str] = {}
     for node in captured.graph.nodes:
@@ -32,12 +34,29 @@ def recognize_masks(captured: Captured) -> None:
         if not isinstance(mask, fx.Node) or (len(node.args) > 5 and node.args[5]) or node.kwargs.get("is_causal"):
             continue
         if mask not in words:
-            words[mask] = _in_words(_value(mask, captured, known))
+            words[mask] = mask_in_words(_value(mask, captured, known))
         if words[mask]:
             node.meta["mask"] = words[mask]
+    captured.masks = tuple(_code_of(mask, captured, word) for mask, word in words.items() if word)
 
 
-def _in_words(mask: Tensor | None) -> str:
+def _code_of(mask: fx.Node, captured: Captured, words: str) -> KnownMask:
+    graph, copies, constants = fx.Graph(), dict[fx.Node, fx.Node](), list[Tensor]()
+    for node in _needed(mask, captured):
+        copies[node] = made = node_copy(graph, node, copies.__getitem__)
+        if node.op == "placeholder":
+            constants.append(captured.constants[node.name].cpu())
+        made.args, made.kwargs = fx.node.map_aggregate((made.args, made.kwargs), _on_processor)
+    graph.output(copies[mask])
+    return KnownMask(words, graph, tuple(constants))
+
+
+def _on_processor(x: Any) -> Any:
+    return torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+def mask_in_words(mask: Tensor | None) -> str:
+    """The equivalent of a mask, empty if it has none."""
     if mask is None or mask.dim() < 2:
         return ""
     if mask.dtype == torch.bool:
@@ -58,7 +77,7 @@ def _value(node: fx.Node, captured: Captured, known: dict[fx.Node, Any]) -> Tens
     random numbers."""
 
     def argument(x: Any) -> Any:
-        return known[x] if isinstance(x, fx.Node) else torch.device("cpu") if isinstance(x, torch.device) else x
+        return known[x] if isinstance(x, fx.Node) else _on_processor(x)
 
     needed = _needed(node, captured)
     for step in needed or ():
@@ -83,7 +102,7 @@ def _needed(node: fx.Node, captured: Captured) -> list[fx.Node]:
         sizes = [leaf.numel() for leaf in pytree.tree_leaves(current.meta.get("val")) if isinstance(leaf, Tensor)]
         constant = current.op == "placeholder" and isinstance(captured.constants.get(current.name), Tensor)
         tags = getattr(current.target, "tags", ())
-        if max(sizes, default=0) > _LARGEST or torch.Tag.nondeterministic_seeded in tags:
+        if max(sizes, default=0) > LARGEST_MASK or torch.Tag.nondeterministic_seeded in tags:
             return []
         if not constant and current.op != "call_function":
             return []
