@@ -205,3 +205,47 @@ def strange_outputs(world: World) -> tuple[float, str]:
 def test_an_output_that_cannot_be_returned_is_refused(worlds: Worlds) -> None:
     for _, message in worlds.run(2, strange_outputs):
         assert "the model's output['cache'] is a object, which a step cannot return" in message
+
+
+class Following(nn.Module):
+    """It follows the mean of its rows in a buffer, in training and in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        assert isinstance(self.mean, Tensor)
+        self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+        for layer in self.body:
+            x = torch.tanh(layer(x - self.mean))
+        return {"loss": x.square().mean(), "x": x}
+
+
+def follow(world: World, layout: dict[str, Any]) -> tuple[float, ...]:
+    torch.manual_seed(0)
+    model = Following().double()
+    local: Any = copy.deepcopy(model)
+    whale.annotate(model, layout)
+    batches = [torch.randn(4, 4, dtype=torch.float64) for _ in range(6)]
+    options: dict[str, Any] = {"device": "cpu", "timeout_seconds": 20}
+    parallel: Any = whale.parallelize(model, batches[0], **options)
+    errors = []
+    for step, x in zip(("predict", "train", "predict", "eval", "predict", "train"), batches, strict=True):
+        local.train(step == "train")
+        with torch.no_grad():
+            expected = local(x)
+        if step == "predict":
+            errors.append(parallel.predict_step(x)["x"] - expected["x"])
+        else:
+            loss = parallel.train_step(x) if step == "train" else parallel.eval_step(x)
+            errors.append(loss - expected["loss"])
+        errors.append(parallel.full_state_dict()["mean"] - local.mean)
+    return tuple(float(error.detach().abs().max()) for error in errors)
+
+
+@pytest.mark.parametrize("layout", ["replicate", "split", "stages"])
+def test_what_a_forward_writes_to_buffers_stays_written_whatever_a_step_returns(worlds: Worlds, layout: str) -> None:
+    for errors in worlds.run(2, follow, LAYOUTS[layout]):
+        assert max(errors) < BOUND

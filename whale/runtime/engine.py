@@ -281,6 +281,8 @@ class Engine:
             step.executor.equal_rows.begin(batch)
         if step.loss_dtype is None:
             step.executor.run(False, agree=agree)
+            for stage in step.stages:
+                stage.finish()
             return Result(None, self._output(step, to))
         counts = step.count.terms(batch) if step.count is not None and train else ()
         loss = GlobalLoss(self.world, self.loss_group, step.counts_loss, step.loss_dtype, counts)
