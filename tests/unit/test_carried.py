@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import io
+from array import array
+from collections import UserList, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -86,6 +90,11 @@ def of_an_early_training(model: Any, length: int) -> Tensor:
     return model.kept[:length]
 
 
+def of_a_long_one(model: Any, length: int) -> Tensor:
+    model.longest = max(getattr(model, "longest", 0), length)
+    return positions(length) * (2.0 if model.longest > 9 else 1.0)
+
+
 REFUSED: list[Callable[[Any, int], Tensor]] = [
     of_the_longest,
     of_the_first,
@@ -151,6 +160,51 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), x.flatten())
 
 
+class Longest:
+    """The greatest of the lengths that it was given."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def of(self, length: int) -> int:
+        self.length = max(self.length, length)
+        return self.length
+
+
+def longest_in(kept: Any, length: int) -> int:
+    kept[0] = max(kept[0], length)
+    return int(kept[0])
+
+
+class In:
+    """The greatest length in some container."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def __call__(self, length: int) -> int:
+        return longest_in(self.kept, length)
+
+
+def text_of_longest(text: io.StringIO, length: int) -> int:
+    found = max(int(text.getvalue() or 0), length)
+    text.seek(0)
+    text.write(f"{found:04}")
+    return found
+
+
+CONTAINERS: dict[str, Callable[[], Any]] = {
+    "method": lambda: Longest().of,
+    "partial": lambda: functools.partial(longest_in, [0]),
+    "array": lambda: In(array("d", [0])),
+    "bytes": lambda: In(bytearray(1)),
+    "masked array": lambda: In(np.ma.array([0])),
+    "text": lambda: functools.partial(text_of_longest, io.StringIO()),
+    "deque": lambda: In(deque([0])),
+    "user list": lambda: In(UserList([0])),
+}
+
+
 def batch(length: int) -> Tensor:
     return torch.randint(0, 9, (4, length), generator=torch.Generator().manual_seed(length))
 
@@ -204,6 +258,42 @@ def test_what_is_no_attribute_is_that_of_the_step_before(added: Callable[[Any, i
 def test_what_decides_a_later_step_is_refused(added: Callable[[Any, int], Tensor], steps: str) -> None:
     with pytest.raises(CaptureError, match=r"the forward keeps .* later calls: .* \(4, \d\) computes something else"):
         errors(added, STEPS[steps])
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_numbers_in_other_containers_are_compared(kind: str) -> None:
+    keeps: Any = CONTAINERS[kind]()
+
+    def of_a_container(model: Any, length: int) -> Tensor:
+        return positions(length) / model.longest_of(length)
+
+    def errors_of() -> float:
+        torch.manual_seed(0)
+        model = Model(of_a_container).double()
+        model.longest_of = keeps
+        local, parallel = copy.deepcopy(model), whale.parallelize(model, batch(4), device="cpu")
+        losses = [float((parallel.train_step(batch(n)) - local(batch(n))).detach()) for n in (4, 8, 4)]
+        return max(map(abs, losses))
+
+    with pytest.raises(CaptureError, match="the forward keeps longest_of"):
+        errors_of()
+
+
+def test_a_shape_that_comes_late_is_compared_with_the_one_before() -> None:
+    steps = [("train", length) for length in (4, 5, 6, 7, 8, 12)]
+    with pytest.raises(CaptureError, match=r"\(4, 4\)|\(4, 5\)|\(4, 7\)|\(4, 8\)"):
+        errors(of_a_long_one, steps)
+
+
+def test_a_module_that_the_forward_makes_is_named() -> None:
+    class Lazy(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.kept is None:
+                self.kept = nn.Linear(4, 4)
+            return super().forward(x)
+
+    with pytest.raises(CaptureError, match="the forward makes the module kept, a Linear: make it in __init__"):
+        whale.parallelize(Lazy(of_each), batch(4), device="cpu")
 
 
 def test_training_alone_makes_a_table_anew_in_each_step() -> None:

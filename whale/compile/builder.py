@@ -29,7 +29,7 @@ from whale.graph.capture import batch_leaves, capture
 from whale.graph.captured import Captured
 from whale.graph.carried import CapturedForward, Forwards
 from whale.graph.copies import variables_of
-from whale.graph.made_once import Attribute, copied, write_made
+from whale.graph.made_once import Carried, copied, write_made
 from whale.graph.precision import LOW_PRECISIONS
 from whale.graph.size_conditions import SizeConditions, VaryingDims, size_conditions
 from whale.ir.cluster import Cluster
@@ -375,7 +375,7 @@ class Builder:
         """A captured forward, as it is compared with others."""
         example = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in batch.items()}
 
-        def again(start: Mapping[Attribute, Any]) -> Captured:
+        def again(start: Carried | None) -> Captured:
             set_modes(self.template, any(modes), modes)
             return capture(
                 self.template,

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from whale.graph.loss_copies import function_of_copy
 from whale.graph.losses import any_sum, pick_loss
 from whale.graph.made_once import (
     Attribute,
+    Carried,
     Left,
     Made,
     buffers_made,
@@ -52,7 +52,6 @@ from whale.graph.made_once import (
     left_by,
     made_once,
     set_made_buffers,
-    without_tensors_of,
     write_made,
 )
 from whale.graph.numbers import numbers_to_tensors
@@ -326,7 +325,7 @@ def capture(
     numbers: Collection[str] = (),
     precision: torch.dtype | None = None,
     values: Callable[[str], torch.Tensor | None] | None = None,
-    start: Mapping[Attribute, Any] = MappingProxyType({}),
+    start: Carried | None = None,
 ) -> Captured:
     """Capture the loss of *model* on a batch of these shapes, or what else a step *returns*.
 
@@ -334,7 +333,7 @@ def capture(
     *promote* turns casts to float32 inside the model into casts to float64 (for comparisons in float64). The leaves
     *numbers*, of type float, become tensors without dims; that fails where the model does more than compute with one.
     *values* gives a buffer of the model by its name, of which the first forward may make what later ones read; without
-    it those that have no data have any. The forward begins with the attributes *start* in the place of its own.
+    it those that have no data have any. The forward begins from what another has left, *start*.
     Raises :class:`CaptureError` with the user's file and line where the model cannot be captured.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -369,7 +368,7 @@ def capture(
 
     def duplicated() -> tuple[nn.Module, LossFn | None]:
         duplicate, loss = _duplicate(model, mode, device, loss_fn)
-        write_made(duplicate, copied({**start, **made}))
+        write_made(duplicate, {**(start.within(duplicate) if start is not None else {}), **copied(made)})
         set_made_buffers(duplicate)
         return duplicate, loss
 
@@ -427,6 +426,7 @@ def capture(
             elif steadiness.kept_something:
                 root = root_of(duplicate, loss, lambda: steadiness.end(found.buffers))
                 left, is_alone = left_by(steadiness.left), steadiness.is_kept_alone
+                carried = Carried.of(steadiness.left, duplicate)
                 try:
                     steadiness.check(program.graph, lambda: exported_again(root), run)
                 except CaptureError as error:
@@ -438,7 +438,7 @@ def capture(
                     before_made.append(listings[-1])
                     return exported(copying=False)
                 steadiness.leave(model)
-                remaining.update(without_tensors_of(duplicate, left.known))
+                remaining.append(carried)
                 outside.append(steadiness.keeps_outside)
             check_constants(program, model)
             merge_tied(program, duplicate, model)
@@ -464,7 +464,7 @@ def capture(
         return program, entered["stage"]
 
     listings: list[Listing] = []
-    remaining: dict[Attribute, Any] = {}
+    remaining: list[Carried] = []
     outside: list[bool] = []
     # A model that will run is traced completely: differences between its layers may be invisible to the comparison.
     with under_autocast(autocast):
@@ -481,7 +481,7 @@ def capture(
     scopes = (scope for path in marked.values() for scope in path)
     annotated = dict.fromkeys(s.region for s in scopes if s.strategy.makes_stage)
     captured.stage_regions = (*annotated, *(f"stage#{i}" for i in range(stages)))
-    captured.left, captured.left_outside = remaining, any(outside)
+    captured.left, captured.left_outside = remaining[-1] if remaining else None, any(outside)
     captured.listing = listed(captured)
     return captured
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from whale.graph.canonical import DRAWS
 from whale.graph.forward_state import Listing, graph_listing
-from whale.graph.made_once import Attribute
+from whale.graph.made_once import Attribute, Carried
 from whale.graph.nodes import node_copy
 from whale.graph.origins import SourceLine, place_of_node
 from whale.graph.structure import Structure
@@ -60,8 +60,8 @@ class Captured:
     ``mutated``, and the tensors of ``structure``, that of the model's output, where it is wanted. ``stage_regions`` are
     those of annotated modules, whether they run or not, and of ``with`` statements, whether they compute or not.
     ``made`` are attributes as the first forward leaves them, with which it was captured; ``left`` are others that it
-    changes, ``left_outside`` says whether it changes what modules do not have, and ``listing`` is its graph as it was
-    captured, with the constants. ``masks`` are those of attentions that run without them.
+    changes, if there are some, ``left_outside`` says whether it changes what modules do not have, and ``listing`` is
+    its graph as it was captured, with the constants. ``masks`` are those of attentions that run without them.
     """
 
     graph: fx.Graph
@@ -76,7 +76,7 @@ class Captured:
     stage_regions: tuple[str, ...] = ()
     written: tuple[tuple[str, SourceLine | None], ...] = ()
     made: Mapping[Attribute, Any] = field(default_factory=dict)
-    left: Mapping[Attribute, Any] = field(default_factory=dict)
+    left: Carried | None = None
     left_outside: bool = False
     masks: tuple[KnownMask, ...] = ()
     listing: Listed = field(default_factory=lambda: Listed((), ()))

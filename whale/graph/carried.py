@@ -17,16 +17,13 @@ import torch
 from whale.errors import CaptureError
 from whale.graph.captured import Captured, Listed
 from whale.graph.forward_state import first_difference
-from whale.graph.made_once import Attribute
+from whale.graph.made_once import Attribute, Carried
 from whale.graph.origins import SourceLine, located
 from whale.ir.program import Returns
 
 __all__ = ["CapturedForward", "Forwards"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-_MOST = 3
-"""Forwards of a kind that are compared: where these agree, what they leave decides nothing."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +35,20 @@ class CapturedForward:
         returns: of the step.
         attributes: key of what the script has changed in the model before.
         batch: an example, by leaf name.
-        left: the attributes that it leaves.
+        left: the attributes that it leaves, if there are some.
         outside: whether it changes what modules do not have, as globals, which no capture takes back.
         listing: its graph, with the constants.
-        again: captures it from a state with these attributes.
+        again: captures it from what another forward has left.
     """
 
     modes: tuple[bool, ...]
     returns: Returns
     attributes: Hashable
     batch: Mapping[str, Any]
-    left: Mapping[Attribute, Any]
+    left: Carried | None
     outside: bool
     listing: Listed
-    again: Callable[[Mapping[Attribute, Any]], Captured]
+    again: Callable[[Carried | None], Captured]
 
     def __str__(self) -> str:
         shapes = {name: tuple(x.shape) for name, x in self.batch.items() if isinstance(x, torch.Tensor)}
@@ -64,7 +61,7 @@ class Forwards:
 
     def __init__(self) -> None:
         self._attributes: Hashable = None
-        self._of_kind: dict[Hashable, list[CapturedForward]] = {}
+        self._last: dict[Hashable, CapturedForward] = {}
 
     def add(self, forward: CapturedForward) -> None:
         """Compare a forward with the last one of each kind; none is compared with those of other attributes.
@@ -73,23 +70,18 @@ class Forwards:
             CaptureError: one of them computes something else after the other.
         """
         if forward.attributes != self._attributes:
-            self._attributes, self._of_kind = forward.attributes, {}
-        own = self._of_kind.setdefault((forward.modes, forward.returns), [])
-        if len(own) == _MOST:
-            return
-        for others in self._of_kind.values():
-            if others:
-                _check(others[-1], forward)
-        own.append(forward)
+            self._attributes, self._last = forward.attributes, {}
+        for other in self._last.values():
+            _check(other, forward)
+        self._last[forward.modes, forward.returns] = forward
 
 
 def _check(first: CapturedForward, second: CapturedForward) -> None:
-    is_equal = {name: _token(x) for name, x in first.left.items()} == {n: _token(x) for n, x in second.left.items()}
     outside = first.outside or second.outside
-    if is_equal and not outside:
+    if _tokens(first.left) == _tokens(second.left) and not outside:
         return  # each was compared with itself from there
     for forward, other in ((second, first), (first, second)):
-        if not (other.left or outside):
+        if other.left is None and not outside:
             continue
         problem: CaptureError | None = None
         line: SourceLine | None = None
@@ -99,7 +91,8 @@ def _check(first: CapturedForward, second: CapturedForward) -> None:
             differs, problem = True, error
             line = SourceLine(error.file, error.line) if error.file and error.line else None
         if differs:
-            names = [f"{path}.{name}".removeprefix(".") for path, name, _ in other.left]
+            attributes = other.left.attributes if other.left is not None else ()
+            names = [f"{path}.{name}".removeprefix(".") for path, name, _ in attributes]
             raise located(
                 f"the forward keeps {', '.join(names[:3]) or 'what its functions reach'} for later calls: {forward} "
                 f"computes something else after {other}, but a captured graph has one step for all: compute it of each "
@@ -107,6 +100,10 @@ def _check(first: CapturedForward, second: CapturedForward) -> None:
                 "in the training loop, or, if it is made once, call the model once before parallelize",
                 line,
             ) from problem
+
+
+def _tokens(left: Carried | None) -> dict[Attribute, Hashable]:
+    return {} if left is None else {name: _token(x) for name, x in left.attributes.items()}
 
 
 def _token(x: Any) -> Hashable:

@@ -38,7 +38,7 @@ from whale.graph.made_once import (
     write_made,
 )
 from whale.graph.nodes import inner_modules
-from whale.graph.origins import SourceLine, is_model, located, place_of_frame, place_of_node
+from whale.graph.origins import SourceLine, is_model, located, place_of_forward, place_of_frame, place_of_node
 from whale.graph.outside import Outside
 from whale.graph.reach import REACHED, WATCHES, Reach, Same, untraced
 from whale.ir.objects import FORWARD_HOOKS
@@ -273,7 +273,19 @@ class Steadiness:
 
     def end(self, buffers: Mapping[Attribute, Tensor]) -> None:
         """Look at the state; to be called at the end of every forward that is traced, with the *buffers* that it has
-        made."""
+        made.
+
+        Raises:
+            CaptureError: it has made a module.
+        """
+        for path, module in self._state.model.named_modules():
+            if path not in self._first:
+                outer = self._state.model.get_submodule(path.rpartition(".")[0])
+                raise located(
+                    f"the forward makes the module {path}, a {type(module).__name__}: make it in __init__, or call the "
+                    "model once before parallelize, which makes it",
+                    place_of_forward(outer),
+                )
         changed = _changed(self._before, self._state.now())
         self._kept = changed + [Kept(path, name) for path, name, _ in buffers]
         if self._kept:

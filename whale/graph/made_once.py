@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ from whale.ir.objects import held_under, parts_of, reached
 __all__ = [
     "MADE_BUFFERS",
     "Attribute",
+    "Carried",
     "Left",
     "Made",
     "buffers_made",
@@ -36,7 +40,6 @@ __all__ = [
     "made_once",
     "mark_left",
     "set_made_buffers",
-    "without_tensors_of",
     "write_made",
 ]
 
@@ -50,6 +53,9 @@ _MOST = 100_000
 """Objects that are looked at in an attribute."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, torch.device, torch.dtype, torch.Size)
+
+_OF_PYTHON = 1 << 9
+"""Flag of a class that Python's code has made (``Py_TPFLAGS_HEAPTYPE``)."""
 
 _OF_SHAPES = {
     torch.ops.aten.ones_like: 0, torch.ops.aten.zeros_like: 0, torch.ops.aten.full_like: 0,
@@ -188,14 +194,28 @@ def fakes_in(x: Any) -> list[FakeTensor]:
     return [one for one in _all_of(x) if isinstance(one, FakeTensor)]
 
 
-def without_tensors_of(model: torch.nn.Module, attributes: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
-    """The attributes that reach no tensor of a model."""
-    own = {id(x) for x in (*model.parameters(), *model.buffers())}
-    return {
-        name: value
-        for name, value in attributes.items()
-        if not any(id(x) in own for x in _all_of(value) if isinstance(x, Tensor))
-    }
+class Carried(NamedTuple):
+    """Attributes that a forward has left, with the modules and the tensors of the copy of a model that it ran."""
+
+    attributes: Mapping[Attribute, Any]
+    model: torch.nn.Module
+
+    @classmethod
+    def of(cls, attributes: Mapping[Attribute, Any], model: torch.nn.Module) -> Carried:
+        """Copies of attributes, which a later forward does not change."""
+        return cls(copied(attributes, {id(x): x for x in _parts_of(model).values()}), model)
+
+    def within(self, model: torch.nn.Module) -> dict[Attribute, Any]:
+        """Copies of the attributes with the modules and the tensors of another copy of the model."""
+        others = _parts_of(model)
+        return copied(
+            self.attributes, {id(x): others[path] for path, x in _parts_of(self.model).items() if path in others}
+        )
+
+
+def _parts_of(model: torch.nn.Module) -> dict[str, Any]:
+    named = model.named_modules, model.named_parameters, model.named_buffers
+    return {f"{kind.__name__}.{path}": x for kind in named for path, x in kind(remove_duplicate=False)}
 
 
 def write_made(model: torch.nn.Module, made: Mapping[Attribute, Any]) -> bool:
@@ -213,8 +233,11 @@ def write_made(model: torch.nn.Module, made: Mapping[Attribute, Any]) -> bool:
 
 
 def _write_contents(x: Any, like: Any) -> bool:
-    """Give an object, which others may have too, the contents of another one; whether it can have them."""
-    if type(x) is not type(like):
+    """Give an object, which others may have too, the contents of another one; whether it can have them: of a class in C
+    that is no dict or list they are not known, nor of a partial, and a method has the attributes of its function."""
+    kinds = set(type(x).__mro__) - {object, dict, list, OrderedDict, defaultdict, SimpleNamespace}
+    is_known = not isinstance(x, partial) and all(kind.__flags__ & _OF_PYTHON for kind in kinds)
+    if type(x) is not type(like) or not is_known:
         return False
     if isinstance(x, dict):
         x.clear()

@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import random
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
+from io import BytesIO, StringIO
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
@@ -145,6 +147,10 @@ class Reach:
             yield x.getstate()
         elif isinstance(x, RemovableHandle):
             yield x.hooks_dict_ref()
+        elif isinstance(x, bytearray | array):
+            yield bytes(x) if len(x) < _LARGE else None
+        elif isinstance(x, StringIO | BytesIO):
+            yield from (x.closed, None if x.closed else (x.getvalue(), x.tell()))
         elif package_of(type(x)) == "numpy":
             yield _numpy_state(x)
         elif not isinstance(x, Tensor | ModuleType) and package_of(type(x)) not in ("torch", "logging"):
