@@ -426,7 +426,7 @@ def capture(
             elif steadiness.kept_something:
                 root = root_of(duplicate, loss, lambda: steadiness.end(found.buffers))
                 left, is_alone = left_by(steadiness.left), steadiness.is_kept_alone
-                carried = Carried.of(steadiness.left, duplicate)
+                carried = steadiness.carried
                 try:
                     steadiness.check(program.graph, lambda: exported_again(root), run)
                 except CaptureError as error:
@@ -464,7 +464,7 @@ def capture(
         return program, entered["stage"]
 
     listings: list[Listing] = []
-    remaining: list[Carried] = []
+    remaining: list[Carried | None] = []
     outside: list[bool] = []
     # A model that will run is traced completely: differences between its layers may be invisible to the comparison.
     with under_autocast(autocast):
@@ -481,7 +481,7 @@ def capture(
     scopes = (scope for path in marked.values() for scope in path)
     annotated = dict.fromkeys(s.region for s in scopes if s.strategy.makes_stage)
     captured.stage_regions = (*annotated, *(f"stage#{i}" for i in range(stages)))
-    captured.left, captured.left_outside = remaining[-1] if remaining else None, any(outside)
+    captured.left, captured.left_outside = next(reversed(remaining), None), any(outside)
     captured.listing = listed(captured)
     return captured
 

@@ -32,6 +32,7 @@ from whale.graph.loss_copies import READ_BY_LOSS
 from whale.graph.made_once import (
     MADE_BUFFERS,
     Attribute,
+    Carried,
     buffers_made,
     mark_left,
     set_made_buffers,
@@ -318,6 +319,12 @@ class Steadiness:
     def left(self) -> dict[Attribute, Any]:
         """The attributes that the last trace has left as others than they were."""
         return self._changed
+
+    @property
+    def carried(self) -> Carried | None:
+        """Copies of these for a later forward; None without any."""
+        own = {one: x for one, x in self._changed.items() if not one.name.startswith(_OF_TORCH)}
+        return Carried.of(own, self._state.model) if own else None
 
     @property
     def is_kept_alone(self) -> bool:

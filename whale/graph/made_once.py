@@ -203,7 +203,11 @@ class Carried(NamedTuple):
     @classmethod
     def of(cls, attributes: Mapping[Attribute, Any], model: torch.nn.Module) -> Carried:
         """Copies of attributes, which a later forward does not change."""
-        return cls(copied(attributes, {id(x): x for x in _parts_of(model).values()}), model)
+        memo = {id(x): x for x in _parts_of(model).values()}
+        found = copied(attributes, memo)
+        for name, x in attributes.items() if not found else ():  # those that Python can copy
+            found |= copied({name: x}, memo)
+        return cls(found, model)
 
     def within(self, model: torch.nn.Module) -> dict[Attribute, Any]:
         """Copies of the attributes with the modules and the tensors of another copy of the model."""
