@@ -324,7 +324,8 @@ class Steadiness:
     def carried(self) -> Carried | None:
         """Copies of these for a later forward; None without any."""
         own = {one: x for one, x in self._changed.items() if not one.name.startswith(_OF_TORCH)}
-        return Carried.of(own, self._state.model) if own else None
+        found = Carried.of(own, self._state.model)
+        return found if found.attributes else None
 
     @property
     def is_kept_alone(self) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -202,7 +202,9 @@ class Carried(NamedTuple):
 
     @classmethod
     def of(cls, attributes: Mapping[Attribute, Any], model: torch.nn.Module) -> Carried:
-        """Copies of attributes, which a later forward does not change."""
+        """Copies of attributes, which a later forward does not change, of those without functions that have variables
+        of the copy."""
+        attributes = {name: x for name, x in attributes.items() if not any(map(_has_variables, _all_of(x)))}
         memo = {id(x): x for x in _parts_of(model).values()}
         found = copied(attributes, memo)
         for name, x in attributes.items() if not found else ():  # those that Python can copy
@@ -215,6 +217,12 @@ class Carried(NamedTuple):
         return copied(
             self.attributes, {id(x): others[path] for path, x in _parts_of(self.model).items() if path in others}
         )
+
+
+def _has_variables(x: Any) -> bool:
+    """Whether an object is a function whose variables a copy of a model has of its own."""
+    of_copy = type(x).__module__.partition(".")[0] == "whale"  # which binds functions to copies
+    return of_copy or (isinstance(x, FunctionType) and x.__closure__ is not None)
 
 
 def _parts_of(model: torch.nn.Module) -> dict[str, Any]:
