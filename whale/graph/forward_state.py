@@ -323,7 +323,11 @@ class Steadiness:
     @property
     def carried(self) -> Carried | None:
         """Copies of these for a later forward; None without any."""
-        own = {one: x for one, x in self._changed.items() if not one.name.startswith(_OF_TORCH)}
+        own = {
+            one: x
+            for one, x in self._changed.items()
+            if not (one.name.startswith(_OF_TORCH) or one.kind == "buffer")  # which has no data in a later trace
+        }
         found = Carried.of(own, self._state.model)
         return found if found.attributes else None
 
