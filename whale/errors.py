@@ -115,9 +115,14 @@ class PlanMismatchError(InputFileError):
 
 
 class InfeasibleError(WhaleError):
-    """No plan satisfies memory, devices and annotations together; the message says what to relax."""
+    """No plan satisfies memory, devices and annotations together; the message says what to relax.
+
+    Attributes:
+        lacking_bytes: what the fullest device lacks, if that is known.
+    """
 
     exit_code: ClassVar[int] = 4
+    lacking_bytes: float = float("inf")
 
 
 class CheckpointError(WhaleError):

@@ -183,7 +183,7 @@ def fastest_cut(
     order = tuple(tables.kinds.index(group) for group in problem.groups)
     found = _best(tables, objective, lambda depth, counts: (order[-depth],))
     if found is None:
-        raise InfeasibleError(_shortage(problem, remedies))
+        raise _shortage(problem, remedies)
     return found
 
 
@@ -420,16 +420,17 @@ def _weights(tables: _Tables, bound: float, *, once: bool = False) -> _Weight:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _shortage(problem: CutProblem, remedies: Iterable[tuple[str, CutProblem]]) -> str:
+def _shortage(problem: CutProblem, remedies: Iterable[tuple[str, CutProblem]]) -> InfeasibleError:
     """The error for an infeasible partition: the stage that lacks memory in the most even partition, and changes that
     would fit."""
     evenest = evenest_cut(problem)
     stage, need = _fullest(evenest)
     group = evenest.groups[stage]
+    lacking = need - group.capacity_bytes
     text = (
         f"no cut into {len(problem.groups)} stages fits. Even in the one that fills memory most evenly, stage {stage} "
         f"on {group.name} needs {bytes_text(need)} and has {bytes_text(group.capacity_bytes)}, "
-        f"{bytes_text(need - group.capacity_bytes)} too little"
+        f"{bytes_text(lacking)} too little"
     )
     weighed = []
     for change, changed in remedies:
@@ -437,7 +438,9 @@ def _shortage(problem: CutProblem, remedies: Iterable[tuple[str, CutProblem]]) -
         stage, need = _fullest(cut)
         capacity = bytes_text(cut.groups[stage].capacity_bytes)
         weighed.append((cut.fits, f"{change} ({bytes_text(need)} of {capacity} on stage {stage})"))
-    return advised(text, weighed, otherwise="use more stages, or devices with more memory")
+    error = InfeasibleError(advised(text, weighed, otherwise="use more stages, or devices with more memory"))
+    error.lacking_bytes = lacking
+    return error
 
 
 def evenest_cut(problem: CutProblem) -> Cut:

@@ -300,6 +300,14 @@ def test_cuts_are_made_to_plans_until_one_fits() -> None:
     with pytest.raises(InfeasibleError, match="no cut"):
         first_that_fits(ways[:1], plan_of)
 
+    def lacking(number: int) -> tuple[range, ...]:
+        error = InfeasibleError(f"{number} bytes")
+        error.lacking_bytes = number
+        raise error
+
+    with pytest.raises(InfeasibleError, match="2 bytes"):
+        first_that_fits([partial(lacking, number) for number in (3, 2, 5)], plan_of)
+
 
 def test_what_does_not_free_the_memory_of_hosts_is_not_named_where_that_lacks(tmp_path: Path) -> None:
     given = wide_plan(tmp_path, TIGHT.replace("64 GiB", "11.4 GiB").replace("3.20 GiB", "8 GiB"))

@@ -83,7 +83,7 @@ def first_that_fits(
         made: gives the plan of a cut.
 
     Raises:
-        InfeasibleError: none fits; that of the last plan, or where none was made, of the last cut.
+        InfeasibleError: none fits; that of the last plan, or where none was made, of the cut that lacks least.
     """
     problem: InfeasibleError | None = None
     tried: set[tuple[range, ...]] = set()
@@ -91,7 +91,8 @@ def first_that_fits(
         try:
             layers = way()
         except InfeasibleError as error:
-            problem = problem if tried else error
+            if not tried and (problem is None or error.lacking_bytes <= problem.lacking_bytes):
+                problem = error
             continue
         if layers in tried:
             continue
