@@ -425,10 +425,10 @@ def run_hosted(
     with otherwise: what depends on rows is there. Backwards have the tensor that is read, and some ahead of it."""
     moved = Affine(0.0, kept.per_row)
     ahead = Affine(0.0, FETCHED * kept.per_row)
-    if recompute != "full" and kind.variants:
-        saved = variant_of(kind, tensor_degree, expert_degree, context_degree).saved
-        largest = max((_bytes(value.size, precision.element_bytes).per_row for value in saved), default=0.0)
-        ahead = Affine(0.0, min(FETCHED * largest, kept.per_row))
+    saved = variant_of(kind, tensor_degree, expert_degree, context_degree).saved if kind.variants else ()
+    sizes = [_bytes(value.size, precision.element_bytes).per_row for value in saved]
+    if kind.variants and (recompute != "full" or kept.per_row >= sum(sizes)):  # which leaves a head as it is
+        ahead = Affine(0.0, min(FETCHED * max(sizes, default=0.0), kept.per_row))
     amounts = tuple(Affine(one.fixed + ahead.fixed, one.per_row + ahead.per_row) for one in working.amounts)
     return Affine(kept.fixed, 0.0), Largest(amounts), moved
 
