@@ -24,6 +24,8 @@ from whale.ir.profile import MeasuredTimes, ModelProfile
 from whale.ir.state import StateSharding
 from whale.ir.strategy import Offload, Recompute, parse_strategy
 from whale.planner.cost.hosts import OF_PROCESSES
+from whale.planner.cost.memory import run_hosted, run_kept_bytes, run_working_bytes
+from whale.planner.cost.precision import PRECISIONS
 from whale.planner.explain import savings
 from whale.planner.search import SearchSettings, StageChoice, evaluate, search
 from whale.predict.costs import Costs
@@ -97,6 +99,19 @@ def test_the_cost_model_agrees_with_compiled_plans(
     ((told,), (counted,)) = said.hosts, real.hosts
     assert told.state == pytest.approx(counted.state, rel=1e-3)
     assert counted.activations <= told.activations <= 1.05 * counted.activations
+
+
+def test_a_layer_that_no_rule_computes_again_fetches_what_it_reads_once(wide: ModelProfile) -> None:
+    head = wide.kinds[wide.layers[-1]]
+    how: dict[str, Any] = {"tensor_degree": 1, "expert_degree": 1, "context_degree": 1, "precision": PRECISIONS["fp32"]}
+    amounts = []
+    for rule in ("none", "full"):
+        kept = run_kept_bytes(head, **how, recompute=rule, rows=16)
+        working = run_working_bytes(head, **how, recompute=rule, rows=16)
+        assert kept.per_row > 0
+        amounts.append(run_hosted(head, kept, working, **how, recompute=rule))
+    (_, without, _), (_, under, _) = amounts
+    assert under(16) == without(16)
 
 
 EXPERTS = {"hidden": 32, "heads": 2, "kv_heads": 2, "seq": 8, "vocab": 64, "mlp": "gelu", "layers": 4, "experts": 8}
