@@ -91,8 +91,9 @@ def of_an_early_training(model: Any, length: int) -> Tensor:
 
 
 def of_a_long_one(model: Any, length: int) -> Tensor:
+    """Each length is compiled, because its code loops over the words; the fourth one is the first that is long."""
     model.longest = max(getattr(model, "longest", 0), length)
-    return positions(length) * (2.0 if model.longest > 9 else 1.0)
+    return torch.tensor([float(place) for place in range(length)]).double() * (2.0 if model.longest > 9 else 1.0)
 
 
 REFUSED: list[Callable[[Any, int], Tensor]] = [
@@ -280,9 +281,11 @@ def test_numbers_in_other_containers_are_compared(kind: str) -> None:
 
 
 def test_a_shape_that_comes_late_is_compared_with_the_one_before() -> None:
-    steps = [("train", length) for length in (4, 5, 6, 7, 8, 12)]
-    with pytest.raises(CaptureError, match=r"\(4, 4\)|\(4, 5\)|\(4, 7\)|\(4, 8\)"):
-        errors(of_a_long_one, steps)
+    parallel = prepared(of_a_long_one)[1]
+    for length in (5, 6):
+        parallel.train_step(batch(length))
+    with pytest.raises(CaptureError, match=r"step with .* \(4, 6\) computes something else after .* \(4, 12\)"):
+        parallel.train_step(batch(12))
 
 
 def test_a_module_that_the_forward_makes_is_named() -> None:
