@@ -13,7 +13,7 @@ from functools import cache, partial
 from itertools import product
 from math import ceil, prod
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 from whale.errors import WhaleError
 from whale.ir.plan import Plan, PlanStage
@@ -172,12 +172,13 @@ def explain(
     """
     timeline = simulate_alike(workload)
     tried = []
-    for what, changed in _changes(workload, _replicas_of(plan, workload)):
+    for what, changed, moved in _changes(workload, _replicas_of(plan, workload)):
         try:
             found = simulate_alike(changed)
         except WhaleError:
             continue  # a schedule that does not fit the stages
-        fits = _fits(prediction, timeline, found) if prediction is not None else None
+        more = _moved_bytes(workload, prediction, moved) if prediction is not None and moved is not None else {}
+        fits = _fits(prediction, timeline, found, more) if prediction is not None else None
         tried.append(Change(what=what, step_seconds=found.step_seconds, fits=fits))
     tried.sort(key=lambda change: change.step_seconds)
     least = timeline.step_seconds * (1 - LEAST_GAIN)
@@ -238,15 +239,29 @@ def _waits(timeline: Timeline, most: int = 5) -> tuple[Wait, ...]:
     return tuple(Wait(rank=rank, peer=peer, part=part, seconds=spent) for (rank, peer, part), spent in longest)
 
 
-def _fits(prediction: Prediction, before: Timeline, after: Timeline) -> bool | None:
-    """Whether every device that the prediction lists still holds it, when only activations in flight change."""
+def _fits(prediction: Prediction, before: Timeline, after: Timeline, moved: Mapping[int, float]) -> bool | None:
+    """Whether every device that the prediction lists still holds it, when only activations in flight change, and what
+    is *moved* to some ranks, in bytes."""
     for device in prediction.memory:
         if any(timeline.stand_in(device.rank) not in timeline.memory for timeline in (before, after)):
             return None
         more = after.peak_bytes(device.rank) - before.peak_bytes(device.rank)
-        if device.total + max(0, more) > device.capacity:
+        if device.total + max(0, more) + moved.get(device.rank, 0.0) > device.capacity:
             return False
     return True if prediction.memory else None
+
+
+def _moved_bytes(workload: Workload, prediction: Prediction, moved: _Moved) -> dict[int, float]:
+    """Bytes more on the ranks of a stage that takes layers of another: as large a part of what the fullest device of
+    that has for them, but its activations over as many devices."""
+    held = {device.rank: device for device in prediction.memory}
+    giver, taker = (workload.stages[index].ranks for index in (moved.giver, moved.taker))
+    given = [held[rank] for rank in giver if rank in held]
+    if not given:
+        return {}
+    kept = max(one.activations for one in given) * len(giver) / max(1, len(taker))
+    state = max(one.total - one.framework - one.activations for one in given)
+    return dict.fromkeys(taker, moved.part * (kept + state))
 
 
 # --- what could be changed --------------------------------------------------------------------------------------------
@@ -312,29 +327,47 @@ def _rows_of(stage: PlanStage, rows: int) -> list[tuple[list[int], int]]:
     return list(found.values())
 
 
-def _changes(workload: Workload, replicas: Sequence[_Replicas]) -> Iterator[tuple[str, Workload]]:
+class _Moved(NamedTuple):
+    """Layers that one stage gives to another: a part of its own."""
+
+    giver: int
+    taker: int
+    part: float
+
+
+class _Try(NamedTuple):
+    """A change, the workload with it, and layers that another stage has to hold."""
+
+    what: str
+    workload: Workload
+    moved: _Moved | None = None
+
+
+def _changes(workload: Workload, replicas: Sequence[_Replicas]) -> Iterator[_Try]:
     stages = workload.stages
     several = len(stages) > 1
     for schedule in SCHEDULES:
         if several and schedule != workload.schedule:
-            yield f"{_SCHEDULE}{schedule!r} instead of {workload.schedule!r}", _with(workload, schedule=schedule)
+            changed = _with(workload, schedule=schedule)
+            yield _Try(f"{_SCHEDULE}{schedule!r} instead of {workload.schedule!r}", changed)
     if several and all(own.rows != 1 for own in replicas):
         halved = _halved(workload, [own.seconds(parts=2) / own.seconds() for own in replicas])
-        yield f"{halved.micro_batches} micro-batches of half the rows, if half of them took half the time", halved
+        yield _Try(f"{halved.micro_batches} micro-batches of half the rows, if half of them took half the time", halved)
     if workload.links:
         links = tuple(_with(link, bandwidth=2 * link.bandwidth) for link in workload.links)
-        yield "links of twice the bandwidth between stages", _with(workload, links=links)
+        yield _Try("links of twice the bandwidth between stages", _with(workload, links=links))
     if workload.reductions:
         faster = tuple(_with(reduction, seconds=reduction.seconds / 2) for reduction in workload.reductions)
-        yield "sums of gradients in half the time (links of twice the bandwidth)", _with(workload, reductions=faster)
+        halved = _with(workload, reductions=faster)
+        yield _Try("sums of gradients in half the time (links of twice the bandwidth)", halved)
     for index, (stage, own) in enumerate(zip(stages, replicas, strict=True)):
         if any(stage.communication):
-            yield (
+            yield _Try(
                 f"collectives inside stage {index} in half the time (faster links, or fewer devices in a split)",
                 _replaced(workload, index, _less_communication),
             )
         if len(set(_sums(stage))) > 1:
-            yield (
+            yield _Try(
                 f"shares of stage {index} in proportion to what its devices do in a second",
                 _replaced(workload, index, partial(_levelled, replicas=own)),
             )
@@ -342,7 +375,7 @@ def _changes(workload: Workload, replicas: Sequence[_Replicas]) -> Iterator[tupl
     own = replicas[busiest]
     count = len(own.row_seconds)
     what = "one device" if own.size == 1 else f"a replica of {own.size} devices"
-    yield (
+    yield _Try(
         f"{what} more for stage {busiest}, if there was one ({count + 1} instead of {count})",
         _replaced(workload, busiest, partial(_scaled, factor=own.seconds(more=1) / own.seconds())),
     )
@@ -350,8 +383,8 @@ def _changes(workload: Workload, replicas: Sequence[_Replicas]) -> Iterator[tupl
         yield from _moved(workload, busiest)
 
 
-def _moved(workload: Workload, busiest: int) -> Iterator[tuple[str, Workload]]:
-    """Move work from the busiest stage to a neighbour, so that both take equally long."""
+def _moved(workload: Workload, busiest: int) -> Iterator[_Try]:
+    """Move layers from the busiest stage to a neighbour, so that both take equally long."""
     own = _longest(workload.stages[busiest])
     for other in (busiest - 1, busiest + 1):
         if 0 <= other < len(workload.stages) and 0 < _longest(workload.stages[other]) < own:
@@ -359,7 +392,9 @@ def _moved(workload: Workload, busiest: int) -> Iterator[tuple[str, Workload]]:
             middle = (own + theirs) / 2
             moved = _replaced(workload, busiest, partial(_scaled, factor=middle / own))
             moved = _replaced(moved, other, partial(_scaled, factor=middle / theirs))
-            yield f"move {1 - middle / own:.0%} of stage {busiest}'s layers to stage {other}", moved
+            part = 1 - middle / own
+            what = f"layers with {part:.0%} of stage {busiest}'s work moved to stage {other}, if it has such layers"
+            yield _Try(what, moved, _Moved(busiest, other, part))
 
 
 def _with(record: Any, **changes: Any) -> Any:

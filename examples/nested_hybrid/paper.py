@@ -89,7 +89,7 @@ def _pipeline(profile: ModelProfile, cluster: Cluster, batch: int, count: int, i
         num_stages=count,
         replicas=replicas,
         precision="fp32",
-    )
+    ).layers
     starts = [0]  # the first stage begins with the embeddings, and has a layer, or it would have no name
     for layers in cuts[1:]:
         starts.append(max(starts[-1] + 1, int(profile.paths[layers[0]].split(".")[1])))

@@ -1,7 +1,8 @@
 """A configuration balanced by speed over mixed devices: the layers of each stage and the samples of each replica.
 
 Layer costs come from `Stages`; `whale.planner.balance.cuts` and `whale.planner.balance.shares` decide, for devices in
-the order of the layout. A replica's samples are a share of the whole batch, divided into its micro-batches.
+the order of the layout; `pipeline_by_speed` decides which devices come first, too. A replica's samples are a share of
+the whole batch, divided into its micro-batches.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from itertools import pairwise
-from typing import Any
+from functools import cache, partial
+from itertools import combinations, islice, pairwise
+from typing import Any, NamedTuple
 
 from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
@@ -31,15 +32,25 @@ from whale.planner.cost.uniform import Stages
 from whale.planner.network.communication import send
 from whale.planner.schedules.in_flight import in_flight
 
-__all__ = ["boundless", "cut_problem", "cuts_by_speed", "pipeline_by_speed", "rows_by_speed"]
+__all__ = ["Pipeline", "boundless", "cut_problem", "cuts_by_speed", "pipeline_by_speed", "rows_by_speed"]
 
 
 MOST_SETTLED = 8
 """Cuts whose memory is counted in full."""
 
+MOST_ORDERS = 120
+"""Limit on the orders of stages' devices that are cut: all orders of five different groups."""
+
 Ladder = Sequence[tuple[str, Mapping[str, Any]]]
 """Changes of one option, each in the user's words and as fields of a `Configuration`, from the smallest to the
 largest."""
+
+
+class Pipeline(NamedTuple):
+    """The layers of each stage of a pipeline, and the ranks that run it, one for each replica."""
+
+    layers: tuple[range, ...]
+    ranks: tuple[tuple[int, ...], ...]
 
 
 def cuts_by_speed(stages: Stages, ladders: Sequence[Ladder] | None = None) -> tuple[range, ...]:
@@ -78,8 +89,9 @@ def pipeline_by_speed(
     offload: Offload = "none",
     optimizer: Optimizer = "adamw",
     in_full: bool = True,
-) -> tuple[range, ...]:
-    """Return the layers of each stage of a pipeline over all devices, assigned in the cluster's order.
+) -> Pipeline:
+    """Return the stages of a pipeline over all devices: each on neighbours in the cluster's order, and those first that
+    make the step shortest. Exact over all orders of groups of different types up to `MOST_ORDERS`.
 
     Args:
         profile: of the model.
@@ -109,7 +121,7 @@ def pipeline_by_speed(
         )
     refuse_tiny(cluster.devices, len(cluster.devices))
     if num_stages == 1:
-        return (range(len(profile.layers)),)
+        return Pipeline((range(len(profile.layers)),), (tuple(range(replicas)),))
     rows = -(-rows_of_micro_batch(batch, micro_batches) // replicas)  # of the fullest replica, in a full micro-batch
     configuration = Configuration(
         batch=rows * micro_batches * replicas,
@@ -128,9 +140,84 @@ def pipeline_by_speed(
     stages = Stages.of(profile, layout, stack=stack)
     parts = [part for part in range(2, rows + 1) if rows % part == 0]
     more = [(f"--micro-batches {micro_batches * part}", {"micro_batch": rows // part}) for part in parts]
-    if not in_full:
-        return _layers(stages, fastest_cut(cut_problem(stages)))
-    return cuts_by_speed(stages, [more, _more_recompute(stages), _more_shared(stages), _more_hosted(stages)])
+    stages = _ordered(stages, partial(_settled, objective="step") if in_full else cut_problem)
+    if in_full:
+        layers = cuts_by_speed(stages, [more, _more_recompute(stages), _more_shared(stages), _more_hosted(stages)])
+    else:
+        layers = _layers(stages, fastest_cut(cut_problem(stages)))
+    order = stages.layout.order
+    return Pipeline(layers, tuple(order[first : first + replicas] for first in range(0, len(order), replicas)))
+
+
+def _ordered(stages: Stages, problem_of: Callable[[Stages], CutProblem]) -> Stages:
+    """The stages with the groups of devices in the order with the fastest cut, else in that which lacks least memory.
+
+    All orders of groups of different types, if these are few; else the best of some simple ones, from which groups are
+    exchanged as long as that helps.
+    """
+    layout = stages.layout
+    data, cluster = layout.data, layout.cluster
+    groups = [layout.order[first : first + data] for first in range(0, len(layout.order), data)]
+    types = [tuple(cluster.devices[rank].type.name for rank in group) for group in groups]
+
+    @cache
+    def of(kinds: tuple[tuple[str, ...], ...]) -> Stages:
+        """The stages whose groups are of these kinds; alike ones keep their order."""
+        left = list(zip(types, groups, strict=True))
+        order: list[int] = []
+        for kind in kinds:
+            place = next(index for index, (own, _) in enumerate(left) if own == kind)
+            order += left.pop(place)[1]
+        changed = replace(layout.configuration, device_order=tuple(order))
+        return stages.changed(Layout.of(changed, cluster))
+
+    @cache
+    def cost(kinds: tuple[tuple[str, ...], ...]) -> tuple[float, float]:
+        try:
+            return 0.0, fastest_cut(problem_of(of(kinds))).step_seconds
+        except InfeasibleError as error:
+            return error.lacking_bytes, 0.0
+
+    given = tuple(types)
+    every = list(islice(_orders(Counter(types)), MOST_ORDERS + 1))
+    if len(every) == 1:
+        return stages
+    if len(every) <= MOST_ORDERS:
+        return of(min([given, *every], key=cost))
+    memory = {
+        kind: min(cluster.devices[rank].memory_bytes for rank in group)
+        for kind, group in zip(types, groups, strict=True)
+    }
+    by_memory = tuple(sorted(types, key=lambda kind: -memory[kind]))
+    best, left = min([given, given[::-1], by_memory, by_memory[::-1]], key=cost), MOST_ORDERS
+    better: tuple[tuple[str, ...], ...] | None = best
+    while better is not None:
+        best, better = better, None
+        for one, other in combinations(range(len(best)), 2):
+            if best[one] == best[other] or not left:
+                continue
+            left -= 1
+            changed = list(best)
+            changed[one], changed[other] = changed[other], changed[one]
+            if cost(tuple(changed)) < cost(best):
+                better = tuple(changed)
+                break
+    return of(best)
+
+
+def _orders(counts: Mapping[tuple[str, ...], int]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """All orders of things of which there are some of each kind.
+
+    >>> a, b = ("a",), ("b",)
+    >>> list(_orders({a: 1, b: 2})) == [(a, b, b), (b, a, b), (b, b, a)]
+    True
+    """
+    if not any(counts.values()):
+        yield ()
+    for kind, count in counts.items():
+        if count:
+            for others in _orders({**counts, kind: count - 1}):
+                yield (kind, *others)
 
 
 def rows_by_speed(stages: Stages, cuts: Sequence[range]) -> tuple[float, ...]:

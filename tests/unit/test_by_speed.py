@@ -2,15 +2,23 @@
 
 import re
 from dataclasses import replace
+from itertools import permutations
+from math import inf
+from random import Random
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from whale.errors import InfeasibleError
 from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.profile import Affine, Amount, LayerKind, MeasuredTimes, ModelProfile
-from whale.planner.balance.by_speed import cuts_by_speed, rows_by_speed
+from whale.planner.balance.by_speed import Pipeline, cut_problem, cuts_by_speed, pipeline_by_speed, rows_by_speed
+from whale.planner.balance.cuts import price
 from whale.planner.cost.configuration import Configuration, Layout
 from whale.planner.cost.estimate import estimate
+from whale.planner.cost.stack import WHALE
 from whale.planner.cost.uniform import Stages
 
 GIB = 2**30
@@ -163,3 +171,80 @@ def test_what_is_said_to_fit_does_with_all_that_devices_hold(zero: int) -> None:
         found[gib] = estimated.prediction.fits
         assert estimated.prediction.fits != any("does not fit" in text for text in estimated.assumptions)
     assert list(found.values()) == sorted(found.values()) and not found[14] and found[38]
+
+
+CARDS = {"fast": (0.01, 20.0), "slow": (0.02, 30.0), "small": (0.01, 9.0), "tiny": (0.04, 5.0)}
+"""Seconds of a layer and GiB of some types of devices."""
+
+
+def chain_on_cards() -> ModelProfile:
+    kind = profile().kinds[0]
+    times = kind.measured[0]
+    measured = tuple(
+        times.model_copy(
+            update={
+                "device_type": name,
+                "forward": (seconds / 3, seconds / 3 * 64),
+                "backward": (seconds * 2 / 3, seconds * 2 / 3 * 64),
+            }
+        )
+        for name, (seconds, _) in CARDS.items()
+    )
+    return profile().model_copy(update={"kinds": (kind.model_copy(update={"measured": measured}),)})
+
+
+def on_cards(names: list[str]) -> Cluster:
+    link = Link(bandwidth=1e11, latency=1e-6)
+    return Cluster.of([(f"{at}", card(name, CARDS[name][1])) for at, name in enumerate(names)], intra=link, inter=link)
+
+
+def stages_in(names: list[str], order: tuple[int, ...]) -> Stages:
+    """The stages of a pipeline of single devices in an order."""
+    configuration = Configuration(
+        batch=16, micro_batch=2, pipeline=len(names), precision="fp32", balance="speed", device_order=order
+    )
+    return Stages.of(chain_on_cards(), Layout.of(configuration, on_cards(names)), stack=WHALE)
+
+
+def pipeline_on(names: list[str]) -> Pipeline | None:
+    size: Any = {"batch": 16, "micro_batches": 8, "num_stages": len(names), "replicas": 1, "precision": "fp32"}
+    try:
+        return pipeline_by_speed(chain_on_cards(), on_cards(names), **size)
+    except InfeasibleError:
+        return None
+
+
+def seconds_in(names: list[str], order: tuple[int, ...], layers: tuple[range, ...] | None = None) -> float:
+    """Seconds of a step with the devices in an order; by the fastest cut if none is given, infinite if none fits."""
+    found = stages_in(names, order)
+    try:
+        layers = layers or cuts_by_speed(found)
+    except InfeasibleError:
+        return inf
+    return price(cut_problem(found), [part.start for part in layers]).step_seconds
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(list(CARDS)), min_size=2, max_size=4))
+def test_stages_take_the_devices_in_the_best_order_whatever_the_order_in_the_file(names: list[str]) -> None:
+    best = min(seconds_in(names, order) for order in permutations(range(len(names))))
+    for given_order in {tuple(names), tuple(sorted(names)), tuple(sorted(names, reverse=True))}:
+        found = pipeline_on(list(given_order))
+        assert (found is None) == (best == inf)
+        if found is not None:
+            order = tuple(rank for (rank,) in found.ranks)
+            assert seconds_in(list(given_order), order, found.layers) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    "names", [["slow", "fast", "small", "slow"] * 2, ["slow", "fast", "slow", "small", "slow"] * 2]
+)
+def test_where_there_are_too_many_orders_groups_are_exchanged_as_long_as_that_helps(names: list[str]) -> None:
+    found = pipeline_on(names)
+    assert found is not None
+    order = tuple(rank for (rank,) in found.ranks)
+    assert sorted(order) == list(range(len(names)))
+    draw, own = Random(7), seconds_in(names, order, found.layers)
+    others = [tuple(draw.sample(order, len(order))) for _ in range(40)]
+    for other in (tuple(range(len(names))), tuple(reversed(range(len(names)))), *others):
+        assert own <= seconds_in(names, other) * (1 + 1e-9)

@@ -45,7 +45,7 @@ def test_a_slow_stage_bounds_the_step_and_the_other_waits_for_it() -> None:
     assert found.busiest == (1, 72.0)
     assert "computation" in found.bound and "stage 1 is the busiest" in found.bound
     assert (found.waits[0].rank, found.waits[0].peer, found.waits[0].part) == (0, 1, "pipeline")
-    assert any("layers to stage 0" in change.what for change in found.changes)
+    assert any("moved to stage 0" in change.what for change in found.changes)
     assert all(change.step_seconds < found.step_seconds for change in found.changes)
     assert len(found.changes) <= 3
 
@@ -67,6 +67,19 @@ def test_what_does_not_fit_is_not_proposed() -> None:
     found = explain(workload, prediction)
     assert not any("gpipe" in change.what for change in found.changes)
     assert next(change for change in found.others if "gpipe" in change.what).fits is False
+
+
+@pytest.mark.parametrize(("capacity", "fits"), [(11, False), (13, True)])
+def test_layers_are_moved_only_to_devices_that_hold_them(capacity: int, fits: bool) -> None:
+    """A third of 3 GiB of activations and of 6 GiB of state, beside 4 GiB."""
+    memory = tuple(
+        DeviceMemory(rank=rank, device=f"card:{rank}", capacity=size * 2**30, optimizer=state, activations=kept)
+        for rank, size, state, kept in ((0, capacity, 9 * 2**30, 0), (1, 24, 6 * 2**30, 3 * 2**30))
+    )
+    prediction = Prediction(step_seconds=27.0, step_seconds_interval=(20.0, 30.0), memory=memory)
+    found = explain(pipeline(1.0, 3.0), prediction)
+    (moved,) = (change for change in (*found.changes, *found.others) if "moved to stage 0" in change.what)
+    assert moved.fits is fits and (moved in found.changes) is fits
 
 
 def test_sums_of_gradients_that_bound_a_step_are_named() -> None:

@@ -27,7 +27,7 @@ from whale.ir.cluster import Cluster, DeviceType, Link
 from whale.ir.plan import Plan, PlanStage
 from whale.ir.profile import Interference, LinkCurve, ModelProfile
 from whale.ir.workload import Workload
-from whale.planner.balance.by_speed import pipeline_by_speed
+from whale.planner.balance.by_speed import Pipeline, pipeline_by_speed
 from whale.planner.explain import explain, savings
 from whale.planner.simulation.simulate import simulate
 from whale.predict.costs import Costs
@@ -179,8 +179,8 @@ def _of_one(stage: PlanStage) -> PlanStage:
 
 def test_an_unmodified_model_is_cut_where_devices_are_done_together(profile: ModelProfile) -> None:
     machines = cluster(3, 1, memory_bytes=2**34)
-    layers = pipeline_by_speed(profile, machines, batch=8, micro_batches=4, num_stages=2, replicas=1, precision="fp32")
-    cuts = stage_annotations(profile, layers)
+    size: Any = {"batch": 8, "micro_batches": 4, "num_stages": 2, "replicas": 1, "precision": "fp32"}
+    cuts = stage_annotations(profile, pipeline_by_speed(profile, machines, **size).layers)
     first, second = cuts
     assert first == profile.paths[0]
     assert second in ("layers.1", "head")
@@ -279,18 +279,18 @@ def test_stages_fit_with_the_least_level_that_is_not_said_where_one_that_is_said
 
 
 def test_cuts_are_made_to_plans_until_one_fits() -> None:
-    made: list[tuple[range, ...]] = []
+    made: list[Pipeline] = []
 
-    def cut(end: int) -> tuple[range, ...]:
+    def cut(end: int) -> Pipeline:
         if not end:
             raise InfeasibleError("no cut")
-        return range(end), range(end, 4)
+        return Pipeline((range(end), range(end, 4)), ((0,), (1,)))
 
-    def plan_of(layers: tuple[range, ...]) -> Any:
-        made.append(layers)
-        if len(layers[0]) < 3:
-            raise InfeasibleError(f"no plan of {layers[0]}")
-        return layers
+    def plan_of(pipeline: Pipeline) -> Any:
+        made.append(pipeline)
+        if len(pipeline.layers[0]) < 3:
+            raise InfeasibleError(f"no plan of {pipeline.layers[0]}")
+        return pipeline
 
     ways = [partial(cut, end) for end in (0, 1, 1, 2, 3)]
     found: Any = first_that_fits(ways, plan_of)
@@ -300,7 +300,7 @@ def test_cuts_are_made_to_plans_until_one_fits() -> None:
     with pytest.raises(InfeasibleError, match="no cut"):
         first_that_fits(ways[:1], plan_of)
 
-    def lacking(number: int) -> tuple[range, ...]:
+    def lacking(number: int) -> Pipeline:
         error = InfeasibleError(f"{number} bytes")
         error.lacking_bytes = number
         raise error

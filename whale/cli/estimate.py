@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 @click.option("--profile", "profile_file", type=click.Path(path_type=Path), metavar="FILE", help="In place of --model.")
 @click.option("--cluster", "cluster_file", required=True, metavar="FILE", help="The machines.")
 @click.option("--batch", required=True, type=AT_LEAST_1, metavar="N", help="Samples in a step.")
-@click.option("--micro-batch", type=AT_LEAST_1, default=1, metavar="N", help="Samples of a micro-batch [1].")
+@click.option(
+    "--micro-batch", type=AT_LEAST_1, default=1, metavar="N", help="Rows of a micro-batch on each replica [1]."
+)
 @click.option("--tp", "tensor", type=AT_LEAST_1, default=1, metavar="N", help="Tensor degree [1].")
 @click.option("--pp", "pipeline", type=AT_LEAST_1, default=1, metavar="N", help="Pipeline stages [1].")
 @click.option("--dp", "data", type=AT_LEAST_1, metavar="N", help="Data degree [the remaining devices].")

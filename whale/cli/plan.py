@@ -173,7 +173,7 @@ def plan(
     from whale.compile.trace import trace
     from whale.graph.capture import batch_rows
     from whale.ir.plan import PlanAxis, PlanStage
-    from whale.planner.balance.by_speed import pipeline_by_speed
+    from whale.planner.balance.by_speed import Pipeline, pipeline_by_speed
     from whale.predict.costs import Costs
     from whale.strategies.profile import profile_model
 
@@ -263,7 +263,7 @@ def plan(
             optimizer=optimizer,
         )
 
-        def layers_under(offload: Offload, recompute: Recompute, zero: int) -> tuple[range, ...]:
+        def pipeline_under(offload: Offload, recompute: Recompute, zero: int) -> Pipeline:
             try:
                 return cuts(offload=offload, recompute=recompute, zero=zero)
             except InfeasibleError:
@@ -273,13 +273,14 @@ def plan(
                         return cuts(offload=offload, recompute=recompute, zero=level, in_full=False)
                 raise
 
-        axes = (PlanAxis(name="data", size=replicas, role="replicate"),) if replicas > 1 else ()
-        of_stage = (tuple(range(first, first + replicas)) for first in range(0, stages * replicas, replicas))
-        planned = [PlanStage(ranks=ranks, axes=axes) for ranks in of_stage]
-        found = first_that_fits(
-            [partial(layers_under, *way) for way in product(words, rules, levels)],
-            lambda layers: plan_under(stage_annotations(profile, layers), planned),
-        )
+        def planned(pipeline: Pipeline) -> Planned:
+            axes = (PlanAxis(name="data", size=replicas, role="replicate"),) if replicas > 1 else ()
+            placed = [PlanStage(ranks=ranks, axes=axes) for ranks in pipeline.ranks]
+            return plan_under(stage_annotations(profile, pipeline.layers), placed)
+
+        found = first_that_fits([partial(pipeline_under, *way) for way in product(words, rules, levels)], planned)
+    if zero in LEVELS[1:] and all(len(stage.ranks) == 1 for stage in found.plan.stages):
+        note(f"--zero {zero} divides nothing of a stage: each has one device, and no replicas")
     why = [f"why: {reason}" for reason in found.reasons]
     if found.even is not None and found.even is not found.predicted:
         even, step = found.even.prediction.step_seconds, found.predicted.prediction.step_seconds

@@ -34,6 +34,7 @@ from whale.ir.units import bytes_text
 from whale.ir.workload import DeviceMemory
 from whale.planner.advice import advised
 from whale.planner.assignment.from_plan import axis_role
+from whale.planner.balance.by_speed import Pipeline
 from whale.planner.balance.least_recompute import least_recompute, least_steps
 from whale.planner.balance.mesh_shares import AxisToShare, MeshDevice, MeshShares, mesh_shares
 from whale.planner.cost.hosts import has_hosts
@@ -73,10 +74,8 @@ class Planned:
     reasons: tuple[str, ...]
 
 
-def first_that_fits(
-    ways: Iterable[Callable[[], tuple[range, ...]]], made: Callable[[tuple[range, ...]], Planned]
-) -> Planned:
-    """The plan *made* of the first layers of stages with which it fits.
+def first_that_fits(ways: Iterable[Callable[[], Pipeline]], made: Callable[[Pipeline], Planned]) -> Planned:
+    """The plan *made* of the first pipeline with which it fits.
 
     Args:
         ways: to cut a model into stages; those that leave more memory last.
@@ -86,19 +85,19 @@ def first_that_fits(
         InfeasibleError: none fits; that of the last plan, or where none was made, of the cut that lacks least.
     """
     problem: InfeasibleError | None = None
-    tried: set[tuple[range, ...]] = set()
+    tried: set[Pipeline] = set()
     for way in ways:
         try:
-            layers = way()
+            pipeline = way()
         except InfeasibleError as error:
             if not tried and (problem is None or error.lacking_bytes <= problem.lacking_bytes):
                 problem = error
             continue
-        if layers in tried:
+        if pipeline in tried:
             continue
-        tried.add(layers)
+        tried.add(pipeline)
         try:
-            return made(layers)
+            return made(pipeline)
         except InfeasibleError as error:
             problem = error
     assert problem is not None
@@ -232,8 +231,10 @@ def make_plan(
 
     refuse_tiny((costs.cluster.devices[rank] for stage in first.stages for rank in stage.mesh.ranks), start.world_size)
     start, even = settled(start)
+    unordered = [stage.ranks for stage in start.stages]
+    unordered = sorted(unordered) if stages else unordered
     try:
-        return _balanced(first, costs, start, even, settled)
+        return _balanced(first, costs, start, even, settled, unordered)
     except InfeasibleError as error:
         problem = error
     graphs = first.partition.stages
@@ -297,7 +298,7 @@ def make_plan(
         )
         first = compile_traced(traced, costs.cluster, made, device="cpu")
         try:
-            one = _balanced(first, costs, plan, even, settled)
+            one = _balanced(first, costs, plan, even, settled, unordered)
         except InfeasibleError as error:
             problem = error
             if least_state is not None and (harder := raised(plan)) != plan:  # peaks are brief above
@@ -418,8 +419,16 @@ def _balanced(
     start: Plan,
     even: Predicted,
     settled: Callable[[Plan], tuple[Plan, Predicted]],
+    unordered: Sequence[tuple[int, ...]],
 ) -> Planned:
     """The plan with the stages of *start* and the fastest shares.
+
+    Args:
+        first, costs: of the annotations.
+        start: with equal shares.
+        even: its prediction.
+        settled: a plan predicted, with shares of its state that fit.
+        unordered: the ranks of stages that take them as they come.
 
     Raises:
         InfeasibleError: none fits.
@@ -430,7 +439,7 @@ def _balanced(
             plan=start.with_prediction(even.prediction, even.workload),
             predicted=even,
             even=even,
-            reasons=("all devices are alike: shares are equal",),
+            reasons=(*_why_ordered(start, unordered), "all devices are alike: shares are equal"),
         )
     best, reasons = _Problem(first, costs, even, start).solve()
     best, found = (start, even) if best == start else settled(best)
@@ -438,14 +447,22 @@ def _balanced(
         not found.prediction.fits or even.prediction.step_seconds <= found.prediction.step_seconds
     )
     if keep_even:
-        best, found, reasons = start, even, ("even shares are predicted to be no slower",)
+        best, found, reasons = start, even, ("equal shares are predicted to be no slower than shares by speed",)
     _check_fits(found, tables=any(stage.offload == "tables" for stage in best.stages))
     return Planned(
         plan=best.with_prediction(found.prediction, found.workload),
         predicted=found,
         even=even if even.prediction.fits else None,
-        reasons=reasons,
+        reasons=(*_why_ordered(best, unordered), *reasons),
     )
+
+
+def _why_ordered(plan: Plan, unordered: Sequence[tuple[int, ...]]) -> Iterator[str]:
+    """Why stages have other ranks than they would as these come, in a sentence."""
+    ranks = [stage.ranks for stage in plan.stages]
+    if ranks != list(unordered):
+        text = "; ".join(f"stage {index} on ranks {_shown(own)}" for index, own in enumerate(ranks))
+        yield f"stages take devices by what they have to do: {text}"
 
 
 def _even(compilation: Compilation, stage: PlacedStage) -> PlanStage:
@@ -553,7 +570,8 @@ class _Problem:
                 raise found
             return found
 
-        order, stages, reasons = self._order(shared)
+        order, stages = self._order(shared)
+        reasons: list[str] = []
         for index, (own, shares) in enumerate(zip(order, stages, strict=True)):
             for axis, units, moves in zip(self.start.stages[index].axes or (), shares.units, shares.moves, strict=True):
                 if len(set(units)) > 1:
@@ -569,7 +587,7 @@ class _Problem:
 
     def _order(
         self, shared: Callable[[int, tuple[int, ...]], MeshShares]
-    ) -> tuple[list[tuple[int, ...]], list[MeshShares], list[str]]:
+    ) -> tuple[list[tuple[int, ...]], list[MeshShares]]:
         """Assignment of sets of ranks to stages: stages of equal size may be swapped.
 
         Objective: the least time of the slowest stage, then the least sum. Exact over all orders up to `MAX_ORDERS`.
@@ -603,11 +621,7 @@ class _Problem:
         if best is None:
             assert problem is not None
             raise problem
-        reasons = []
-        if best[1] != sets:
-            text = "; ".join(f"stage {index} on ranks {_shown(own)}" for index, own in enumerate(best[1]))
-            reasons.append(f"stages take devices by what they have to do: {text}")
-        return best[1], best[2], reasons
+        return best[1:]
 
     def _shares(self, index: int, layers: StageLayers, ranks: tuple[int, ...]) -> MeshShares:
         """Shares along the axes of a stage on these ranks."""

@@ -27,7 +27,7 @@ from whale.ir.strategy import RECOMPUTES, Offload, Recompute, Reduce
 from whale.ir.units import time_text
 from whale.ir.workload import Prediction
 from whale.planner.advice import advised
-from whale.planner.balance.by_speed import pipeline_by_speed
+from whale.planner.balance.by_speed import Pipeline, pipeline_by_speed
 from whale.planner.cost.experts import Shared, shared_experts, with_experts
 from whale.planner.cost.precision import own_precision
 from whale.planner.cost.stage import CostModel
@@ -353,7 +353,7 @@ def plan_pipeline(
         raise UsageError(
             f"replicas need tensor degree 1, but the profile of {profile.name} knows {known}; use whale search"
         )
-    cuts = pipeline_by_speed(
+    pipeline = pipeline_by_speed(
         profile,
         cluster,
         batch=batch,
@@ -369,21 +369,21 @@ def plan_pipeline(
     if state is not None and len(state.shares) not in (0, replicas):
         raise UsageError(f"--state-shares has {len(state.shares)} numbers, but each stage has {replicas} replicas")
     prices = prices.under(recompute, state.level if state is not None else 0, offload)
-    candidate = _pipeline(prices, cuts, batch, micro_batches, replicas, schedule, state)
+    candidate = _pipeline(prices, pipeline, batch, micro_batches, replicas, schedule, state)
     lacking = shortage_of(candidate.prediction)
     if lacking:
         divisors = (count for count in range(micro_batches + 1, min(batch, MOST_WEIGHED) + 1) if batch % count == 0)
-        tried = ((_pipeline(prices, cuts, batch, count, replicas, schedule, state), count) for count in divisors)
+        tried = ((_pipeline(prices, pipeline, batch, count, replicas, schedule, state), count) for count in divisors)
         more = next((count for other, count in tried if other.prediction.fits), None)
         cures = [] if more is None else [(True, f"--micro-batches {more}")]
         for rule in (one for one in RECOMPUTES[RECOMPUTES.index(recompute) + 1 :] if one in profile.rules):
             ruled = prices.under(rule, prices.stack.zero, offload)
-            if _pipeline(ruled, cuts, batch, micro_batches, replicas, schedule, state).prediction.fits:
+            if _pipeline(ruled, pipeline, batch, micro_batches, replicas, schedule, state).prediction.fits:
                 cures.append((True, f"--recompute {rule}"))
                 break
         for level in (level for level in LEVELS if level > prices.stack.zero and replicas > 1):
             other = replace(state or StateSharding(level), level=level)
-            if _pipeline(prices, cuts, batch, micro_batches, replicas, schedule, other).prediction.fits:
+            if _pipeline(prices, pipeline, batch, micro_batches, replicas, schedule, other).prediction.fits:
                 cures.append((True, f"--zero {level}"))
                 break
         raise InfeasibleError(
@@ -394,19 +394,18 @@ def plan_pipeline(
 
 def _pipeline(
     prices: CostModel,
-    cuts: Sequence[range],
+    pipeline: Pipeline,
     batch: int,
     micro_batches: int,
     replicas: int,
     schedule: str,
     state: StateSharding | None,
 ) -> Candidate:
-    """Stages of these layers, each on as many devices, with rows by speed."""
+    """The stages of a pipeline, with rows by speed."""
     stages = []
-    for index, layers in enumerate(cuts):
-        ranks = tuple(range(index * replicas, (index + 1) * replicas))
+    for index, (layers, ranks) in enumerate(zip(*pipeline, strict=True)):
         groups = [prices.group((rank,), replicas) for rank in ranks]
-        held = in_flight(schedule, len(cuts), index, micro_batches)
+        held = in_flight(schedule, len(pipeline.layers), index, micro_batches)
         rows = fastest_rows(prices, layers, groups, rows_of_micro_batch(batch, micro_batches), micro_batches, held)
         stages.append(
             StageChoice(
