@@ -93,7 +93,10 @@ class PlanMemory(PlanCommunicators):
                 if prices.step_in_backward and self.micro_batches == 1 and not stage.level:
                     held = min(whole.gradients, 3 * unit) + self._stepping(layers, degrees, unit)
                     state = replace(state, gradients=_passing(whole.gradients, unit, held, kept))
-                wasted = round((kept + working + sharded + renewed) * prices.wasted)
+                waiting = 0.0  # gradients that leave the device in the step are no buffers that stay
+                if stage.level and not self._exchanged[own[0]].each:
+                    waiting = state.gradients
+                wasted = round((kept + working + sharded + renewed + waiting) * prices.wasted)
                 yield DeviceMemory(
                     rank=kind.rank,
                     device=device.name,
@@ -189,8 +192,8 @@ class PlanMemory(PlanCommunicators):
                 summed += self._stepping(layers, (stage.tensor, stage.expert), share * unit)
             gradients, summing = 0.0, _passing(trained, unit, summed, kept)
         elif self.micro_batches == 1:
-            needed = max(0.0, once + summed - kept - working)
-            gradients, summing = min(once, needed), max(0.0, needed - once)
+            needed = self._beside_backwards(layers, stage, kind, once, summed / max(1.0, unit), kept) - working
+            gradients, summing = min(once, max(0.0, needed)), max(0.0, needed - once)
         casts = prices.casts(layers, (stage.tensor, stage.expert))
         read = trained + casts * (1 - size / 2)  # as they are gathered
         kept_whole = (once + read if casts else trained) if not done.tasks else once
@@ -200,6 +203,41 @@ class PlanMemory(PlanCommunicators):
             optimizer=whole.optimizer * held,
         )
         return state, summing + (min(read, 2 * unit * read / max(1.0, trained)) if done.tasks else 0.0)
+
+    def _beside_backwards(
+        self, layers: Sequence[int], stage: ChainStage, kind: Kind, once: float, buckets: float, kept: float
+    ) -> float:
+        """The most bytes beside the *kept* activations of the only micro-batch in its backward, in which layers run one
+        after the other: what a layer works with, its own gradients among that, beside those of the layers behind it, or
+        these with its own when it is done. A device has a part of those that are made, *once* of all, and as many
+        *buckets* as there are at a time are on their way. What layers behind it kept is free again. A gradient that the
+        last reader of a tied parameter makes waits for that of the first, and then there is the sum too."""
+        prices, size = ruled(self.prices, stage), self.prices.precision.element_bytes
+        degrees, of_kinds, kinds = (stage.tensor, stage.expert), {}, prices.profile.layers
+        for layer in layers:
+            if kinds[layer] not in of_kinds:
+                of_kinds[kinds[layer]] = (
+                    sum(prices.parameters([layer], *degrees)) * size,
+                    prices.largest_bucket(stage.data_group, [layer], *degrees, divided=True),
+                    prices.layer(kinds[layer], kind.group, kind.rows, 1),
+                )
+        tied = [
+            (here[0], here[-1], shared / stage.tensor * size)
+            for readers, shared in prices.profile.tied
+            if len(here := sorted(set(layers).intersection(readers))) > 1
+        ]
+        whole = max(1.0, sum(of_kinds[kinds[layer]][0] for layer in layers))
+        made, freed, most, behind = 0.0, 0.0, -kept, 0.0
+        for layer in reversed(layers):
+            own, bucket, cost = of_kinds[kinds[layer]]
+            held, passing = once * made / whole, min(made, buckets * behind)
+            waiting = sum(size for first, last, size in tied if first <= layer < last)
+            most = max(most, held + passing + waiting + cost.working - min(freed, kept))
+            made, behind = made + own, bucket
+            passing = max(min(made, buckets * bucket), sum(3 * size for first, _, size in tied if first == layer))
+            most = max(most, once * made / whole + passing - min(freed, kept))
+            freed += cost.kept
+        return most
 
     def _stepping(self, layers: Sequence[int], degrees: tuple[int, int], unit: float) -> float:
         """Temporary bytes of an optimizer's step for a bucket of *unit* bytes."""

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import whale
-from tests.small_models import decoder, tokens
+from tests.small_models import Decoder, decoder, tokens
 from whale import replicate, split, stage
 from whale.cli.model_loader import load_model
 from whale.commands.candidates import CandidateCompiler
@@ -23,6 +24,7 @@ from whale.ir.plan import Plan
 from whale.ir.profile import MeasuredTimes, ModelProfile
 from whale.ir.state import StateSharding
 from whale.ir.strategy import Offload, Recompute, parse_strategy
+from whale.planner.catalog import device_types
 from whale.planner.cost.hosts import OF_PROCESSES
 from whale.planner.cost.memory import run_hosted, run_kept_bytes, run_working_bytes
 from whale.planner.cost.precision import PRECISIONS
@@ -99,6 +101,42 @@ def test_the_cost_model_agrees_with_compiled_plans(
     ((told,), (counted,)) = said.hosts, real.hosts
     assert told.state == pytest.approx(counted.state, rel=1e-3)
     assert counted.activations <= told.activations <= 1.05 * counted.activations
+
+
+LARGE = {"layers": 3, "heads": 8, "width": 2048}
+"""Sizes of a model whose largest parameters are buckets by themselves."""
+
+
+@pytest.mark.parametrize("length", [32, 512])
+@pytest.mark.parametrize("offload", ["none", "activations"])
+@pytest.mark.parametrize("level", [1, 3])
+def test_the_only_backward_works_beside_gradients_that_are_made(level: int, offload: Offload, length: int) -> None:
+    with torch.device("meta"):
+        model = Decoder(**LARGE)
+    batch = tokens(16, length)
+    profile = profile_model(model, batch, tensor_degrees=(1,))
+    state = StateSharding(level)
+    stages = [
+        StageChoice(
+            first=0,
+            last=len(profile.layers),
+            ranks=(0, 1, 2, 3),
+            data=4,
+            tensor=1,
+            rows=(4,) * 4,
+            state=state,
+            offload=offload,
+        )
+    ]
+    whale.annotate(model, {"": replicate()})
+    cluster = machines(4, device_types()["A100-SXM4-80GB"])
+    options = Options(micro_batches=1, state=state, offload=offload)
+    compilation = compile_traced(trace(model, batch, device="cpu", training=True), cluster, options, device="cuda")
+    costs = Costs(profile=profile, cluster=cluster, precision="fp32", micro_batches=1, device="cuda")
+    real = predict(compilation, costs, schedule="1f1b", memory_of=brief_peak_memory).prediction
+    said = evaluate(profile, cluster, stages, micro_batches=1).prediction
+    (own,), held = said.memory, real.memory[0]
+    assert 0.98 <= (own.total - own.framework) / (held.total - held.framework) <= 1.4  # of gathered buckets
 
 
 def test_a_layer_that_no_rule_computes_again_fetches_what_it_reads_once(wide: ModelProfile) -> None:
