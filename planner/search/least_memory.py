@@ -18,7 +18,7 @@ from whale.planner.search.evaluate import fitted
 from whale.planner.search.plan_search import best_of, step_seconds
 from whale.planner.search.problem import Candidate, Dropped, Found, SearchSettings
 
-__all__ = ["LEAST_GAIN", "MOST_LEAST", "aligned", "together", "with_least"]
+__all__ = ["MOST_LEAST", "aligned", "divided", "together", "with_least"]
 
 LEAST_GAIN = 0.01
 """Part of a step from which on plans are taken whose replicas divide the states of the optimizer, to save time."""
@@ -41,6 +41,19 @@ def aligned(found: Found, settings: SearchSettings) -> Found:
         return replace(candidate, stages=stages)
 
     return replace(found, candidates=tuple(map(of, found.candidates)), near=tuple(map(of, found.near)))
+
+
+def divided(prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings) -> Candidate | None:
+    """Return the plan with replicas that divide the states of the optimizer, where that is faster by some: each updates
+    a part of the parameters, and what is sent is the same; None where it is not, or where that may not be decided."""
+    may = settings.zero == "auto" and not settings.way[1] and settings.reduce in (None, "mean")
+    if not may or not any(len(own.ranks) > own.tensor for own in candidate.stages):
+        return None
+    stages = [replace(own, state=StateSharding(1)) if len(own.ranks) > own.tensor else own for own in candidate.stages]
+    count, schedule = candidate.micro_batches, candidate.schedule
+    found = fitted(prices, stages, micro_batches=count, schedule=schedule, batch=batch)
+    faster = step_seconds(found) < (1 - LEAST_GAIN) * step_seconds(candidate)
+    return found if found.prediction.fits and faster else None
 
 
 def with_least(prices: CostModel, found: Sequence[Found], batch: int, settings: SearchSettings) -> Found:

@@ -46,15 +46,13 @@ from whale.errors import InfeasibleError, UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.garbage import without_collections
 from whale.ir.profile import ModelProfile
-from whale.ir.state import StateSharding
 from whale.ir.strategy import RECOMPUTES, Offload, Recompute
 from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.stage import CostModel
 from whale.planner.cost.stage_cost import Memo
-from whale.planner.search.evaluate import fitted
-from whale.planner.search.least_memory import LEAST_GAIN, MOST_LEAST, aligned, together, with_least
+from whale.planner.search.least_memory import MOST_LEAST, aligned, divided, together, with_least
 from whale.planner.search.plan_search import PlanSearch, step_seconds
-from whale.planner.search.problem import Candidate, Fixed, Found, Progress, SearchSettings, Stopped
+from whale.planner.search.problem import Fixed, Found, Progress, SearchSettings, Stopped
 from whale.planner.search.remedies import hosts_hold
 from whale.planner.search.simple import fastest_simple, least_simple
 from whale.planner.search.space import Chain, pools_of
@@ -247,24 +245,10 @@ class _Searches:
         return found
 
     def _divided(self, found: Found) -> list[Found]:
-        """The plans whose replicas divide the states of the optimizer, those that are faster so: each updates a part of
-        the parameters, and what is sent is the same."""
-        settings = self.settings
-        if settings.zero != "auto" or settings.way[1] or settings.reduce not in (None, "mean"):
-            return []
-
-        def of(candidate: Candidate) -> Candidate:
-            stages = [
-                replace(own, state=StateSharding(1)) if len(own.ranks) > own.tensor else own for own in candidate.stages
-            ]
-            count, schedule = candidate.micro_batches, candidate.schedule
-            return fitted(self.costs, stages, micro_batches=count, schedule=schedule, batch=self.batch)
-
-        first = found.candidates[:MOST_LEAST]
-        plans = [(one, of(one)) for one in first if any(len(own.ranks) > own.tensor for own in one.stages)]
-        faster = (b for a, b in plans if b.prediction.fits and step_seconds(b) < (1 - LEAST_GAIN) * step_seconds(a))
-        ordered = tuple(sorted(faster, key=step_seconds))
-        return [replace(found, candidates=ordered, near=(), dropped=(), tried=0, points=())] if ordered else []
+        """The plans whose replicas divide the states of the optimizer, those that are faster so."""
+        each = (divided(self.costs, one, self.batch, self.settings) for one in found.candidates[:MOST_LEAST])
+        faster = tuple(sorted((one for one in each if one is not None), key=step_seconds))
+        return [replace(found, candidates=faster, near=(), dropped=(), tried=0, points=())] if faster else []
 
     def _with_less_memory(self, first: Found, divided: Sequence[Found]) -> list[Found]:
         """Plans whose replicas divide their state, or whose backwards compute again, where plans fit without: replicas

@@ -113,6 +113,17 @@ def test_simple_plans_are_not_compiled_where_they_could_not_be_better() -> None:
     assert model.compiled <= 8  # five of the search, and pipelines of a stage a device
 
 
+@pytest.mark.parametrize(("zero", "divides"), [("auto", True), (0, False)])
+def test_simple_plans_divide_states_of_the_optimizer_where_that_is_faster(zero: Any, divides: bool) -> None:
+    """An update takes longer than what a layer computes."""
+    cluster, given = machines([card("fast")] * 4, Link(bandwidth=1e11, latency=1e-6)), profile()
+    measured = tuple(one.model_copy(update={"update": (1.0, 1.0)}) for one in given.kinds[0].measured)
+    given = given.model_copy(update={"kinds": (given.kinds[0].model_copy(update={"measured": measured}),)})
+    plans = simple_plans(given, cluster, batch=16, settings=SearchSettings(zero=zero))
+    every = [one for one in plans if len(one.stages) == 1 and one.stages[0].data == 4]
+    assert every and all(any(own.level for own in one.stages) == divides for one in every)
+
+
 @pytest.mark.parametrize("factor", [1.01, 1.1, 1.3])
 def test_where_no_plan_fits_once_compiled_others_are_tried_until_one_does(factor: float) -> None:
     """Memory that the search lacks is found by compiling, and searched with."""
