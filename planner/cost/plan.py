@@ -107,9 +107,11 @@ class PlanCost(PlanSums, PlanMemory):
         stage, prices = self.stages[index], self.prices
         if self._exchanged[index].tasks:
             return 0.0
-        units = sharded_units(ruled(prices, stage), stage, kind, self.micro_batches)
+        units = sharded_units(ruled(prices, stage), stage, kind, self.micro_batches, once=True)
         alike = (self.stages[other] for other in range(index) if self.stages[other].ranks == stage.ranks)
         before = sum(
-            unit.num * unit.gather for one in alike for unit in sharded_units(prices, one, kind, self.micro_batches)
+            unit.num * unit.gather
+            for one in alike
+            for unit in sharded_units(prices, one, kind, self.micro_batches, once=True)
         )
         return arrival_seconds(units, slowdown=overlap_slowdown(prices.num_of_types), before=before)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from whale.planner.cost.chain_stage import ChainStage
@@ -55,17 +56,22 @@ def with_gathers(
     return cost._replace(forward=forward, backward=backward, communication=min(communication, forward + backward))
 
 
-def sharded_units(prices: CostModel, stage: ChainStage, kind: Kind, micro_batches: int) -> list[ShardedUnit]:
-    """Parts of a stage that are gathered and reduced at a time, with the computation that reads them."""
+def sharded_units(
+    prices: CostModel, stage: ChainStage, kind: Kind, micro_batches: int, *, once: bool = False
+) -> list[ShardedUnit]:
+    """Parts of a stage that are gathered and reduced at a time, with the computation that reads them; what several read
+    is in the first of them if parameters are gathered *once* a step."""
     precision, layers = prices.precision, prices.profile.layers
     size = min(2, precision.element_bytes) if precision.mixed and not prices.runs else precision.element_bytes
     shards = 1 if prices.runs else len(stage.data_group)
     scattered = scattered_by(prices.num_of_types) if prices.runs else "reduce_scatter"
-    units = []
+    units: list[ShardedUnit] = []
     for block, run in groupby(stage.layers, key=lambda index: layers[index] if prices.repeats(layers[index]) else -1):
         members = list(run)
         num: float = len(members) if block >= 0 else 1
         dense, experts = (size * part for part in prices.parameters(members, stage.tensor, stage.expert))
+        if once:
+            dense = max(0.0, dense - size * _known_before(prices, stage, members))
         num_bytes = dense + experts
         if prices.runs:
             degree = stage.tensor * stage.expert
@@ -91,6 +97,15 @@ def sharded_units(prices: CostModel, stage: ChainStage, kind: Kind, micro_batche
             )
         )
     return units
+
+
+def _known_before(prices: CostModel, stage: ChainStage, members: Sequence[int]) -> float:
+    """Elements of what some layers of a stage share with those before them."""
+    found = 0.0
+    for readers, shared in prices.profile.tied:
+        here = [layer for layer in stage.layers if layer in readers]
+        found += shared / stage.tensor * sum(layer in here[1:] for layer in members)
+    return found
 
 
 def _exchanged(prices: CostModel, stage: ChainStage, kind: str, dense: float, experts: float) -> float:

@@ -171,6 +171,8 @@ class MeshCosts:
         beside: how the last backward and these sums slow each other.
         met: sums of the seconds of collectives between slices that are in ``forward`` and ``backward``; None: none.
         hop: for each end of a stage the seconds of sending what it hands on to a stage like it, and as much back.
+        gathers: sums of the seconds in which replicas gather, from the beginning of a step on, the parameters that each
+            has updated a part of; None: none.
     """
 
     mesh: Mesh
@@ -184,6 +186,7 @@ class MeshCosts:
     beside: Beside
     hop: Array
     met: Array | None = None
+    gathers: Array | None = None
 
     @cached_property
     def both(self) -> Array:
@@ -214,6 +217,21 @@ class MeshCosts:
         """Seconds of the optimizer for parts [first, last)."""
         _, _, update, *_ = self._lists
         return update[last] - update[first]
+
+    def late_in(self, first: int, last: int, begin: float) -> float:
+        """Seconds by which the first forward of parts [first, last), which would begin at *begin*, is late because each
+        part waits until its parameters and those before are gathered."""
+        if self.gathers is None:
+            return 0.0
+        gathers, waits = self._gather_lists
+        return max(0.0, max(waits[first:last]) - gathers[first] + self._lists[0][first] - begin)
+
+    @cached_property
+    def _gather_lists(self) -> tuple[list[float], list[float]]:
+        """Sums of the seconds of gathers up to each part; and for each part those with its own, without its forwards
+        before."""
+        assert self.gathers is not None
+        return self.gathers.tolist(), (self.gathers[1:] - self.forward[:-1]).tolist()
 
     def met_in(self, first: int, last: int) -> tuple[float, float]:
         """Seconds forward and backward of the collectives between slices in parts [first, last)."""

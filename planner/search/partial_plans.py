@@ -12,8 +12,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import inf
+from operator import add
 from typing import NamedTuple, TypeVar
 
 from whale.errors import InfeasibleError
@@ -167,10 +168,11 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     rows = meshes.rows(batch, count)
     share = batch / rows - count + 1  # of the last micro-batch, which may not be full
     parts = list(draft.stages(len(meshes.chain)))
-    stages, updates, held, before = [], [], _held(draft.schedule, depth, count), None
+    stages, updates, every, held, before = [], [], [], _held(draft.schedule, depth, count), None
     for stage, (mesh, first, last) in enumerate(parts):
         if mesh is not before:
             before, costs = mesh, meshes.costs(mesh, rows, count)
+        every.append(costs)
         stages.append(meshes.stage_on(costs, rows, count, (first, last), held[stage]))
         updates.append(costs.update_in(first, last))
     forward, backward, once, fullness = zip(*stages, strict=True)
@@ -186,6 +188,12 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     if meshes.tied and depth > 1:
         late = [share * (own + hop) for own, hop in zip(backward, (*hops, 0.0), strict=True)]
         once = with_tied_sums(meshes, parts, once, late, rows, count)
+    if meshes.gathers_once:
+        begins = [0.0, *accumulate(map(add, forward, hops))]
+        once = tuple(
+            after + costs.late_in(first, last, begin)
+            for after, costs, (_, first, last), begin in zip(once, every, parts, begins, strict=False)
+        )
     others = _others([hop - late for hop, late in zip(hops, latencies, strict=True)], near, meshes.has_one_adapter)
     times = Times(forward, backward, (*hops, 0.0), once, tuple(updates), share, (*latencies, 0.0), (*others, 0.0))
     loads = tuple(

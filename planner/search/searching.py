@@ -50,7 +50,7 @@ from whale.ir.strategy import RECOMPUTES, Offload, Recompute
 from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.stage import CostModel
 from whale.planner.cost.stage_cost import Memo
-from whale.planner.search.least_memory import MOST_LEAST, aligned, divided, together, with_least
+from whale.planner.search.least_memory import aligned, with_least
 from whale.planner.search.plan_search import PlanSearch, step_seconds
 from whale.planner.search.problem import Fixed, Found, Progress, SearchSettings, Stopped
 from whale.planner.search.remedies import hosts_hold
@@ -183,21 +183,27 @@ class _Searches:
             UsageError: there was no time to try all ways.
         """
         settings = self.settings
-        self.last = self._under(settings.way)
+        self.last = self._under(self._first_way())
         first = self._run(self.last)
         if first is None and not self.stop() and not self.last.is_possible():
             self._refuse()
         if first is None:
-            more = self._fitting(_ways(settings, self.costs), nothing_else=True)
+            found = self._fitting(_ways(settings, self.costs), nothing_else=True)
         else:
-            divided = self._divided(first)
-            more = self._with_less_memory(first, divided) + divided
-        more += self._with_cut_rows([*([first] if first is not None else []), *more])
-        if first is None and not more:
+            whole = [[self.settings.way]] if first.gap >= LEAST_GAP and self._first_way() != self.settings.way else []
+            found = [first, *self._with_less_memory(first), *self._fitting(whole)]
+        found += self._with_cut_rows(found)
+        if not found:
             self._refuse()
-        least = [with_least(self.costs, more, self.batch, settings)] if more else []
-        every = [*([first] if first is not None else []), *least]
-        return aligned(together(every, settings.top) if len(every) > 1 else every[0], settings)
+        return aligned(with_least(self.costs, found, self.batch, settings), settings)
+
+    def _first_way(self) -> Way:
+        """The way of the first search: replicas divide the states of the optimizer where that may be decided, because
+        each then updates a part of the parameters, and what is sent is the same; where that saves little they are whole
+        at last."""
+        rule, level, offload = self.settings.way
+        may_divide = self.settings.zero == "auto" and self.settings.reduce in (None, "mean")
+        return rule, max(level, int(may_divide and len(self.costs.cluster.devices) > 1)), offload
 
     def _under(self, way: Way) -> PlanSearch:
         limit = self.settings.time_limit
@@ -244,20 +250,14 @@ class _Searches:
                         found.append(one)
         return found
 
-    def _divided(self, found: Found) -> list[Found]:
-        """The plans whose replicas divide the states of the optimizer, those that are faster so."""
-        each = (divided(self.costs, one, self.batch, self.settings) for one in found.candidates[:MOST_LEAST])
-        faster = tuple(sorted((one for one in each if one is not None), key=step_seconds))
-        return [replace(found, candidates=faster, near=(), dropped=(), tried=0, points=())] if faster else []
-
-    def _with_less_memory(self, first: Found, divided: Sequence[Found]) -> list[Found]:
-        """Plans whose replicas divide their state, or whose backwards compute again, where plans fit without: replicas
-        that do update faster, and those of the whole model may be faster than the long pipelines, the many shards or
-        the small micro-batches that do not."""
-        (rule, level, offload), found = self.settings.way, [first]
+    def _with_less_memory(self, first: Found) -> list[Found]:
+        """Plans whose replicas divide all of their state, or whose backwards compute again, where plans fit without:
+        those of the whole model may be faster than the long pipelines, the many shards or the small micro-batches that
+        do not."""
+        (rule, level, offload), found = self._first_way(), [first]
         ways: list[Way] = []
         if self.settings.zero == "auto" and len(self.costs.cluster.devices) > 1:
-            ways += [(rule, one, offload) for one in (1, 3) if one > level]
+            ways.append((rule, 3, offload))
         if self.settings.recompute == "auto":
             ways += [(one, level, offload) for one in RECOMPUTES[1:]]
         simple = self.last.meshes
@@ -269,9 +269,8 @@ class _Searches:
                 continue
             if not self._knows(way[0]):
                 continue
-            gains = way == (rule, 1, offload) and any(step_seconds(one.best) < best for one in divided)
-            fitting = None if gains else fastest_simple(self._under(way).meshes, self.batch, self.settings)
-            if gains or (fitting is not None and fitting.prediction.step_seconds < best):
+            fitting = fastest_simple(self._under(way).meshes, self.batch, self.settings)
+            if fitting is not None and fitting.prediction.step_seconds < best:
                 found += self._fitting([[way]])
         return found[1:]
 
@@ -299,13 +298,12 @@ class _Searches:
         if not cut.cuts:
             return []
         self.costs = cut
-        fitting = self._fitting([[self.settings.way]], _is_cut)
+        fitting = self._fitting([[self._first_way()]], _is_cut)
         if not fitting and found:
-            meshes, best = self._under(self.settings.way).meshes, min(step_seconds(one.best) for one in found)
+            meshes, best = self._under(self._first_way()).meshes, min(step_seconds(one.best) for one in found)
             if least_simple(meshes, self.batch, self.settings, is_cut=True) >= (1 - LEAST_GAP) * best:
                 return []  # less memory would not make any of them the fastest
-        fitting = fitting or self._fitting(_ways(self.settings, cut), _is_cut)
-        return fitting + [more for one in fitting for more in self._divided(one)]
+        return fitting or self._fitting(_ways(self.settings, cut), _is_cut)
 
     def _refuse(self) -> NoReturn:
         """Say what is missing, and what would help."""

@@ -24,6 +24,7 @@ from whale.ir.cluster import Region
 from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.overlap import Beside
 from whale.planner.cost.replicas import gather_seconds, of_kind
+from whale.planner.cost.sharded import scattered_by
 from whale.planner.network.links import inter_node_kind
 from whale.planner.search.mesh_costs import Array, MeshCosts, ReplicaCosts, added_by_sums
 from whale.planner.search.replica_table import ReplicaTable, total
@@ -61,6 +62,7 @@ class GradientSums(NamedTuple):
     message: float
     upto: Array
     beside: Beside
+    gathers: Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,7 @@ class CostTable(ReplicaTable):
         forward, backward, update = slices[0].forward, slices[0].backward, slices[0].update
         if len(slices) > 1:
             forward, backward, update = self._slowest_of([one.of_kinds for one in slices]) @ self._counts
+        update = update / self._owners(mesh)
         busiest = max(slices, key=lambda one: one.rows)
         met = self._met(busiest, data_group)
         return MeshCosts(
@@ -115,10 +118,21 @@ class CostTable(ReplicaTable):
             met=met,
             update=update,
             sums=sums.upto,
+            gathers=sums.gathers,
             message=sums.message,
             beside=sums.beside,
             hop=self._hop(busiest, mesh),
         )
+
+    @cached_property
+    def gathers_once(self) -> bool:
+        """Whether replicas divide states, and so sum gradients to their owners and gather parameters, once a step."""
+        return self.prices.runs and self.prices.stack.zero in (1, 2) and not self.prices.combines
+
+    def _owners(self, mesh: Mesh) -> int:
+        """Replicas of a mesh that divide what the optimizer steps with on their devices."""
+        divides = self.prices.runs and self.prices.stack.zero and not self.prices.stack.state_on_host
+        return mesh.data * mesh.context if divides else 1
 
     def _met(self, replica: ReplicaCosts, data_group: Sequence[int]) -> Array | None:
         """Seconds forward and backward (rows) up to each part of the collectives between replicas; None if no layer has
@@ -475,7 +489,8 @@ class CostTable(ReplicaTable):
                 begin += len(own)
         else:
             tables = every
-        times = self._times_of(tables[:, FORWARD] + tables[:, BACKWARD] + tables[:, UPDATE] / micro_batches)
+        owners = np.array([micro_batches * self._owners(mesh) for mesh in new])[:, None]
+        times = self._times_of(tables[:, FORWARD] + tables[:, BACKWARD] + tables[:, UPDATE] / owners)
         sends = zip(*(self._sends_of_commonest(every, way) for way in (FAR, NEAR)), strict=True)
         for mesh, own, chain, part in zip(new, shares, *times, strict=True):
             inside = self._lies_inside(mesh)
@@ -596,17 +611,24 @@ class CostTable(ReplicaTable):
             dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
             _, data_group = self.sample(mesh)
             num_alike = mesh.size // mesh.context
-            if mesh.expert == 1:
-                message, upto = self._summed(data_group, mesh.tensor, dense + experts)
-            else:
-                whole = self._summed(self.dense_group(mesh), 1, dense)
-                parts = self._summed(data_group, mesh.expert, experts)
-                message, upto = max(whole[0], parts[0]), whole[1] + parts[1]
+            kind = scattered_by(self.prices.num_of_types) if self.gathers_once else "all_reduce"
+            message, upto = self._exchanged(mesh, data_group, kind)
+            gathers = self._exchanged(mesh, data_group, "all_gather")[1] if self.gathers_once else None
             whole_bytes = max(1.0, float(dense[-1] + experts[-1]) * self.prices.gradient_bytes)
             size = self.prices.message_bytes(data_group, whole_bytes, num_alike)
             beside = self.prices.beside(data_group, num_alike, size)
-            self._gradient_sums[mesh] = GradientSums(message, upto, beside)
+            self._gradient_sums[mesh] = GradientSums(message, upto, beside, gathers)
         return self._gradient_sums[mesh]
+
+    def _exchanged(self, mesh: Mesh, data_group: Sequence[int], kind: str) -> tuple[float, Array]:
+        """A collective over what replicas of a mesh have of gradients or parameters: seconds of a message, and seconds
+        up to each part."""
+        dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
+        if mesh.expert == 1:
+            return self._summed(data_group, mesh.tensor, dense + experts, kind)
+        whole = self._summed(self.dense_group(mesh), 1, dense, kind)
+        parts = self._summed(data_group, mesh.expert, experts, kind)
+        return max(whole[0], parts[0]), whole[1] + parts[1]
 
     def sum_seconds(self, mesh: Mesh, elements: float) -> float:
         """Seconds to sum the gradients of some elements over the replicas of a mesh, at the mean over all of its."""
@@ -620,13 +642,13 @@ class CostTable(ReplicaTable):
         nums = (min(count, MOST_SAMPLED) for count in mesh.counts)
         return tuple(rank for pool, num in zip(self.pools, nums, strict=True) for rank in pool.ranks[:num])
 
-    def _summed(self, ranks: Sequence[int], num_alike: int, elements: Array) -> tuple[float, Array]:
-        """One of *num_alike* concurrent reductions over these ranks, by cumulative elements of the parts: seconds of a
+    def _summed(self, ranks: Sequence[int], num_alike: int, elements: Array, kind: str) -> tuple[float, Array]:
+        """One of *num_alike* concurrent collectives over these ranks, by cumulative elements of the parts: seconds of a
         message, and seconds up to each part."""
         size = elements * self.prices.gradient_bytes
         much = float(size[-1])
         if len(ranks) < 2 or not much:
             return 0.0, np.zeros(len(size))
-        message = self.prices.message_bytes(ranks, much, num_alike)
-        seconds = self.prices.all_reduce(ranks, num_alike, much)
-        return self.prices.over("all_reduce", ranks, num_alike, message), seconds / much * size
+        message = self.prices.message_bytes(ranks, much, num_alike, divided=kind != "all_reduce")
+        seconds = self.prices.all_reduce(ranks, num_alike, much, kind=kind)
+        return self.prices.over(kind, ranks, num_alike, message), seconds / much * size

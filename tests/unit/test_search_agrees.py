@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,12 @@ from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
 from whale.planner.cost.stage import CostModel
 from whale.planner.search import StageChoice
+from whale.planner.search import space as searched
 from whale.planner.search.evaluate import score
+from whale.planner.search.layout import laid_out
+from whale.planner.search.partial_plans import PartialPlan, score_partial
+from whale.planner.search.space import Chain, pools_of
+from whale.planner.search.table import CostTable
 from whale.strategies.profile import profile_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples/models"
@@ -70,6 +76,32 @@ def test_sums_overlap_the_last_backward_in_the_search_as_in_compiled_plans(
         errors[name] = abs(candidate.prediction.step_seconds / compiled.prediction.step_seconds - 1)
     assert max(errors.values()) < 0.1, errors
     assert sum(errors.values()) / len(errors) < 0.04, errors
+
+
+@pytest.mark.parametrize("gigabits", [10, 400])
+@pytest.mark.parametrize("level", [0, 1])
+def test_partial_plans_take_as_long_as_plans_whose_replicas_divide_states(
+    gpt: tuple[CandidateCompiler, ModelProfile], level: int, gigabits: int
+) -> None:
+    """Each replica updates a part of the parameters, and gathers the others before the first forward needs them."""
+    _, profile = gpt
+    network = Link(bandwidth=gigabits * 1.25e8, latency=1.5e-5)
+    cluster = Cluster.homogeneous(4, V100, num_devices_per_node=2, intra=V100.intra_node, inter=network)
+    num = len(profile.layers)
+    middle = next(index for index in range(num // 2, num) if profile.paths[index])
+    sequences = [((4, 1),), ((4, 2),), ((2, 1), (2, 1)), ((3, 1), (1, 1))]
+    for sequence, count in product(sequences, (1, 4)):
+        told = []
+        for zero in (0, level):
+            prices = CostModel.of(profile, cluster, precision="fp32", batch=BATCH).under("none", zero)
+            table = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, num, None))
+            meshes = tuple(searched.Mesh((devices,), tensor) for devices, tensor in sequence)
+            starts = (0, middle)[: len(meshes)]
+            draft = PartialPlan(meshes=meshes, starts=starts, micro_batches=count, schedule="1f1b")
+            partial, whole = score_partial(table, draft, BATCH), laid_out(table, draft, BATCH)
+            told.append((partial.timed.seconds, whole.prediction.step_seconds))
+        assert told[1][0] == pytest.approx(told[1][1], rel=0.08), (sequence, count)
+        assert told[1][0] <= told[0][0] * (1 + 1e-9) or told[1][1] > told[0][1]
 
 
 @pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 1), (1, 4), (2, 8)])
