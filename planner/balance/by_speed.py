@@ -22,6 +22,7 @@ from whale.ir.strategy import RECOMPUTES, Offload, Recompute, offload_steps
 from whale.ir.units import counted
 from whale.planner.balance.cuts import Cut, CutProblem, Objective, StageGroup, Tie, fastest_cut
 from whale.planner.balance.shares import Remedy, Worker, fastest_shares, memory_between
+from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.configuration import Configuration, Layout, even_cuts
 from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.memory import refuse_tiny
@@ -53,7 +54,9 @@ class Pipeline(NamedTuple):
     ranks: tuple[tuple[int, ...], ...]
 
 
-def cuts_by_speed(stages: Stages, ladders: Sequence[Ladder] | None = None) -> tuple[range, ...]:
+def cuts_by_speed(
+    stages: Stages, ladders: Sequence[Ladder] | None = None, others: Sequence[Mapping[str, Any]] = ()
+) -> tuple[range, ...]:
     """Return the layers of every stage with the least step time that fits in memory; all replicas have equal rows.
 
     Given cuts stay. Interleaved schedules, in which a device has several stages, are not balanced.
@@ -61,6 +64,7 @@ def cuts_by_speed(stages: Stages, ladders: Sequence[Ladder] | None = None) -> tu
     Args:
         stages: of a layout.
         ladders: possible changes if no cut fits; None for the options of ``whale estimate``.
+        others: fields of a `Configuration` that the caller may choose by itself, with each of these changes.
 
     Raises:
         InfeasibleError: no cut fits; the message says what is missing and which changes would fit.
@@ -68,7 +72,7 @@ def cuts_by_speed(stages: Stages, ladders: Sequence[Ladder] | None = None) -> tu
     given = stages.layout.configuration
     if given.pipeline == 1 or given.virtual_stages > 1 or given.layers_per_stage is not None:
         return even_cuts(stages.profile, stages.layout)
-    relieved = _relieved(stages, lambda other: fastest_cut(_settled(other), "slowest"), ladders)
+    relieved = _relieved(stages, _cut_that_fits, ladders, others)
     remedies = ((change, _settled(other)) for change, other in relieved)
     return _layers(stages, fastest_cut(_settled(stages, "step"), remedies=remedies))
 
@@ -89,6 +93,8 @@ def pipeline_by_speed(
     offload: Offload = "none",
     optimizer: Optimizer = "adamw",
     in_full: bool = True,
+    room: float = 1.0,
+    others: Sequence[Mapping[str, Any]] = (),
 ) -> Pipeline:
     """Return the stages of a pipeline over all devices: each on neighbours in the cluster's order, and those first that
     make the step shortest. Exact over all orders of groups of different types up to `MOST_ORDERS`.
@@ -108,6 +114,8 @@ def pipeline_by_speed(
         offload: what is in the memory of hosts, in all stages.
         optimizer: whose states are in memory.
         in_full: count what devices hold of no single layer too, as buckets of what they exchange.
+        room: the part of their memory that devices have for that; with less than all no change is proposed.
+        others: recompute, level and offload that the caller tries too, as fields of a `Configuration`.
 
     Raises:
         UsageError: the numbers do not fit the cluster or the batch.
@@ -138,11 +146,14 @@ def pipeline_by_speed(
     )
     layout = Layout.of(configuration, cluster)
     stages = Stages.of(profile, layout, stack=stack)
+    if room < 1:
+        stages = _with_memory(stages, lambda size: int(size * room))
     parts = [part for part in range(2, rows + 1) if rows % part == 0]
     more = [(f"--micro-batches {micro_batches * part}", {"micro_batch": rows // part}) for part in parts]
     stages = _ordered(stages, partial(_settled, objective="step") if in_full else cut_problem)
     if in_full:
-        layers = cuts_by_speed(stages, [more, _more_recompute(stages), _more_shared(stages), _more_hosted(stages)])
+        every = [more, _more_recompute(stages), _more_shared(stages), _more_hosted(stages)]
+        layers = cuts_by_speed(stages, every if room == 1 else (), others)
     else:
         layers = _layers(stages, fastest_cut(cut_problem(stages)))
     order = stages.layout.order
@@ -237,24 +248,46 @@ def rows_by_speed(stages: Stages, cuts: Sequence[range]) -> tuple[float, ...]:
 
 def boundless(stages: Stages) -> Stages:
     """The same stages on devices with unlimited memory, to balance by speed a batch that does not fit."""
+    return _with_memory(stages, lambda size: 2**60)
+
+
+def _with_memory(stages: Stages, memory: Callable[[int], int]) -> Stages:
+    """The same stages on devices with another memory than their *size*."""
     cluster = stages.layout.cluster
-    devices = tuple(replace(device, type=replace(device.type, memory_bytes=2**60)) for device in cluster.devices)
-    layout = replace(stages.layout, cluster=replace(cluster, devices=devices))
-    return stages.changed(layout)
+    devices = tuple(
+        replace(device, type=replace(device.type, memory_bytes=memory(device.type.memory_bytes)))
+        for device in cluster.devices
+    )
+    return stages.changed(replace(stages.layout, cluster=replace(cluster, devices=devices)))
+
+
+def _cut_that_fits(stages: Stages) -> None:
+    """Raise `InfeasibleError` if no cut fits on devices, or the fastest one does not on their hosts."""
+    cut = fastest_cut(_settled(stages), "slowest")
+    if stages.layout.configuration.offload != "none" and not all(
+        host.total <= host.capacity for host in _plan(stages, cut)[1].hosts()
+    ):
+        raise InfeasibleError("hosts have too little memory")
+
+
+def _plan(stages: Stages, cut: Cut) -> tuple[list[ChainStage], PlanCost]:
+    """The stages of a cut, and what they cost."""
+    layout = stages.layout
+    rows = (layout.configuration.batch / (layout.data * layout.num_micro_batches),) * layout.data
+    own = stages.plan(_layers(stages, cut), rows)
+    return own, PlanCost.of_stages(stages.prices, own, layout.num_micro_batches, layout.configuration.schedule)
 
 
 def _settled(stages: Stages, objective: Objective = "slowest") -> CutProblem:
     """The layout's pipeline as numbers, with all that the devices of its fastest cut hold: buckets of what replicas
     exchange, and what an optimizer's step needs, are of no single layer."""
-    problem, layout = cut_problem(stages), stages.layout
-    rows = (layout.configuration.batch / (layout.data * layout.num_micro_batches),) * layout.data
+    problem = cut_problem(stages)
     for _ in range(MOST_SETTLED):
         try:
             cut = fastest_cut(problem, objective)
         except InfeasibleError:
             break
-        own = stages.plan(_layers(stages, cut), rows)
-        plan = PlanCost.of_stages(stages.prices, own, layout.num_micro_batches, layout.configuration.schedule)
+        own, plan = _plan(stages, cut)
         held = {device.rank: device for device in plan.memory()}
         groups = []
         for group, counted_bytes, stage in zip(problem.groups, cut.fullest_bytes, own, strict=True):
@@ -425,18 +458,26 @@ def _key(stages: Stages, replica: int, among: Sequence[int]) -> object:
 
 
 def _relieved(
-    stages: Stages, attempt: Callable[[Stages], object], ladders: Sequence[Ladder] | None = None
+    stages: Stages,
+    attempt: Callable[[Stages], object],
+    ladders: Sequence[Ladder] | None = None,
+    others: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[tuple[str, Stages]]:
-    """The configuration after the smallest change of each ladder that fits by *attempt*, otherwise after the
-    largest."""
+    """The configuration after the smallest change of each ladder that fits by *attempt*, with any of *others* if the
+    change leaves these fields as they are; otherwise after the largest."""
     layout = stages.layout
     for ladder in ladders if ladders is not None else _options(stages):
         for step, (change, fields) in enumerate(ladder):
-            changed = Layout.of(replace(layout.configuration, **fields), layout.cluster)
-            other = stages.changed(changed)
-            if step == len(ladder) - 1 or _works(attempt, other):
-                yield change, other
+            tried = [
+                stages.changed(Layout.of(replace(layout.configuration, **more, **fields), layout.cluster))
+                for more in ({}, *others)
+                if not set(more) & set(fields)
+            ]
+            if (working := next((one for one in tried if _works(attempt, one)), None)) is not None:
+                yield change, working
                 break
+            if step == len(ladder) - 1 and "offload" not in fields:
+                yield change, tried[0]
 
 
 def _more_recompute(stages: Stages) -> Ladder:

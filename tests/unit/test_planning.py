@@ -279,24 +279,25 @@ def test_stages_fit_with_the_least_level_that_is_not_said_where_one_that_is_said
 
 
 def test_cuts_are_made_to_plans_until_one_fits() -> None:
-    made: list[Pipeline] = []
+    made: list[tuple[Pipeline, bool]] = []
 
     def cut(end: int) -> Pipeline:
         if not end:
             raise InfeasibleError("no cut")
         return Pipeline((range(end), range(end, 4)), ((0,), (1,)))
 
-    def plan_of(pipeline: Pipeline) -> Any:
-        made.append(pipeline)
+    def plan_of(pipeline: Pipeline, advises: bool) -> Any:
+        made.append((pipeline, advises))
         if len(pipeline.layers[0]) < 3:
             raise InfeasibleError(f"no plan of {pipeline.layers[0]}")
         return pipeline
 
     ways = [partial(cut, end) for end in (0, 1, 1, 2, 3)]
     found: Any = first_that_fits(ways, plan_of)
-    assert found == cut(3) and made == [cut(1), cut(2), cut(3)]
+    assert found == cut(3) and made == [(cut(1), False), (cut(2), False), (cut(3), False)]
     with pytest.raises(InfeasibleError, match=r"no plan of range\(0, 2\)"):
         first_that_fits([*ways[:4], ways[0]], plan_of)
+    assert made[-1] == (cut(2), True)
     with pytest.raises(InfeasibleError, match="no cut"):
         first_that_fits(ways[:1], plan_of)
 

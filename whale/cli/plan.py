@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from whale.ir.profile import ModelProfile
     from whale.ir.workload import Prediction, Workload
 
+ROOMS = (1.0, 0.95, 0.9)
+"""Parts of their memory that devices have for a cut, from the first on, until the compiled plan fits."""
+
 
 @click.command()
 @click.option("--model", "spec", metavar="SPEC", help="file.py:callable, or hf:<model_type>.")
@@ -203,7 +206,10 @@ def plan(
     word = f"compiling {loaded.name} for {counted(len(cluster.devices), 'device')}"
 
     def plan_under(
-        annotations: Mapping[str, Sequence[str]] | None = None, planned: Sequence[PlanStage] = ()
+        annotations: Mapping[str, Sequence[str]] | None = None,
+        planned: Sequence[PlanStage] = (),
+        *,
+        advises: bool = True,
     ) -> Planned:
         note(word)
         return make_plan(
@@ -237,6 +243,7 @@ def plan(
             least_state=state if zero == "auto" else None,
             auto_shares=state_shares == "auto" or (zero == "auto" and state_shares is None),
             least_offload=offload == "auto",
+            advises=advises,
             traced=traced,
         )
 
@@ -263,22 +270,25 @@ def plan(
             optimizer=optimizer,
         )
 
-        def pipeline_under(offload: Offload, recompute: Recompute, zero: int) -> Pipeline:
+        ways = list(product(words, rules, levels))
+        others = [{"offload": word, "recompute": rule, "zero": level} for word, rule, level in ways if len(ways) > 1]
+
+        def pipeline_under(offload: Offload, recompute: Recompute, zero: int, room: float) -> Pipeline:
             try:
-                return cuts(offload=offload, recompute=recompute, zero=zero)
+                return cuts(offload=offload, recompute=recompute, zero=zero, room=room, others=others)
             except InfeasibleError:
                 # buckets of a divided state are counted generously here: what the compiled plan holds decides
-                for level in dict.fromkeys((zero, LEVELS[-1])) if zero else ():
+                for level in dict.fromkeys((zero, LEVELS[-1])) if zero and room == 1 else ():
                     with suppress(InfeasibleError):
                         return cuts(offload=offload, recompute=recompute, zero=level, in_full=False)
                 raise
 
-        def planned(pipeline: Pipeline) -> Planned:
+        def planned(pipeline: Pipeline, advises: bool) -> Planned:
             axes = (PlanAxis(name="data", size=replicas, role="replicate"),) if replicas > 1 else ()
             placed = [PlanStage(ranks=ranks, axes=axes) for ranks in pipeline.ranks]
-            return plan_under(stage_annotations(profile, pipeline.layers), placed)
+            return plan_under(stage_annotations(profile, pipeline.layers), placed, advises=advises)
 
-        found = first_that_fits([partial(pipeline_under, *way) for way in product(words, rules, levels)], planned)
+        found = first_that_fits([partial(pipeline_under, *way, room) for way in ways for room in ROOMS], planned)
     if zero in LEVELS[1:] and all(len(stage.ranks) == 1 for stage in found.plan.stages):
         note(f"--zero {zero} divides nothing of a stage: each has one device, and no replicas")
     why = [f"why: {reason}" for reason in found.reasons]

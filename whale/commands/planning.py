@@ -9,6 +9,7 @@ unmodified model, `whale.planner.balance.by_speed` first partitions the layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
@@ -74,32 +75,32 @@ class Planned:
     reasons: tuple[str, ...]
 
 
-def first_that_fits(ways: Iterable[Callable[[], Pipeline]], made: Callable[[Pipeline], Planned]) -> Planned:
+def first_that_fits(ways: Iterable[Callable[[], Pipeline]], made: Callable[[Pipeline, bool], Planned]) -> Planned:
     """The plan *made* of the first pipeline with which it fits.
 
     Args:
         ways: to cut a model into stages; those that leave more memory last.
-        made: gives the plan of a cut.
+        made: gives the plan of a cut; where none fits, says what would help if it is asked to.
 
     Raises:
         InfeasibleError: none fits; that of the last plan, or where none was made, of the cut that lacks least.
     """
     problem: InfeasibleError | None = None
-    tried: set[Pipeline] = set()
+    tried: list[Pipeline] = []
     for way in ways:
         try:
             pipeline = way()
         except InfeasibleError as error:
-            if not tried and (problem is None or error.lacking_bytes <= problem.lacking_bytes):
+            if problem is None or error.lacking_bytes <= problem.lacking_bytes:
                 problem = error
             continue
         if pipeline in tried:
             continue
-        tried.add(pipeline)
-        try:
-            return made(pipeline)
-        except InfeasibleError as error:
-            problem = error
+        tried.append(pipeline)
+        with suppress(InfeasibleError):
+            return made(pipeline, False)
+    if tried:
+        return made(tried[-1], True)
     assert problem is not None
     raise problem
 
@@ -135,6 +136,7 @@ def make_plan(
     least_state: StateSharding | None = None,
     auto_shares: bool = False,
     least_offload: bool = False,
+    advises: bool = True,
     traced: Traced | None = None,
 ) -> Planned:
     """The fastest plan for a model on the cluster of *costs* that fits.
@@ -153,6 +155,7 @@ def make_plan(
             as the options say.
         auto_shares: whether ranks own of it what their memory leaves, where equal shares do not fit.
         least_offload: whether stages whose devices lack memory with all of that have on the host what they need to fit.
+        advises: whether the error says what would help, if nothing fits, for which more plans are compiled.
         traced: the model's trace without *annotations*, on processors and for training with these options, if known.
 
     Raises:
@@ -223,11 +226,16 @@ def make_plan(
                 return other, again
         return plan, found
 
+    options_of: Any = {"schedule": options.schedule, "optimizer": costs.optimizer, "device": costs.device}
+
     def memory_of(plan: Plan) -> tuple[DeviceMemory, ...]:
-        options_of: Any = {"schedule": options.schedule, "optimizer": costs.optimizer, "device": costs.device}
         memory = predicted_memory(compiled(plan), costs.cluster, **options_of)
         other = _with_state(plan, memory) if auto_shares and not _fit(memory) else plan
         return memory if other == plan else predicted_memory(compiled(other), costs.cluster, **options_of)
+
+    def holds(plan: Plan) -> bool:
+        """Whether devices hold a plan, counted in full; the profile may not say how long it takes."""
+        return _fit(predicted_memory(compiled(plan), costs.cluster, **options_of, memory_of=peak_memory))
 
     refuse_tiny((costs.cluster.devices[rank] for stage in first.stages for rank in stage.mesh.ranks), start.world_size)
     start, even = settled(start)
@@ -312,12 +320,16 @@ def make_plan(
         found.append(replace(one, reasons=(*why, *one.reasons)))
     if found:
         return min(found, key=lambda one: one.predicted.prediction.step_seconds)
+    if not advises:
+        raise problem
     cures: list[str] = []
     lacking = not _fit(even.prediction.memory)  # else hosts do, and the least of these is what the plan has
     if lacking and not least:
-        cures += [f"--recompute {_most(plan)}" for plan in tried([partial(with_rules, start)])]
+        ruled = [plan for plan in tried([partial(with_rules, start)]) if _most(plan) != _most(start)]
+        cures += [f"--recompute {_most(plan)}" for plan in ruled if holds(plan)]
     if lacking and least_state is None and may_divide:
-        cures += [f"--zero {max(map(_level, plan.stages))}" for plan in tried([partial(with_levels, start)])]
+        divided = [plan for plan in tried([partial(with_levels, start)]) if _most_level(plan) > _most_level(start)]
+        cures += [f"--zero {_most_level(plan)}" for plan in divided if holds(plan)]
     if not least_offload and not cures and has_hosts(costs.cluster):
         hosted = tried([partial(with_hosts, start)])
         cures += [f"--offload {_most_offload(plan)}" for plan in hosted if settled(plan)[1].prediction.fits]
@@ -350,6 +362,11 @@ def _most(plan: Plan) -> Recompute:
 
 def _level(stage: PlanStage) -> int:
     return stage.state.level if stage.state is not None else 0
+
+
+def _most_level(plan: Plan) -> int:
+    """The level of a plan's stages that divides most."""
+    return max(map(_level, plan.stages))
 
 
 def _sharding(stage: PlanStage) -> StateSharding | None:

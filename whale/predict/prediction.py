@@ -75,11 +75,17 @@ def predict(
 
 
 def predicted_memory(
-    compilation: Compilation, cluster: Cluster, *, schedule: str, optimizer: Optimizer, device: Device
+    compilation: Compilation,
+    cluster: Cluster,
+    *,
+    schedule: str,
+    optimizer: Optimizer,
+    device: Device,
+    memory_of: Callable[..., PeakMemory] = brief_peak_memory,
 ) -> tuple[DeviceMemory, ...]:
     """Predict what every device of *cluster* holds in the compiled step, as `predict` does; no profile is needed."""
     options: dict[str, Any] = {"schedule": schedule, "optimizer": optimizer, "device": device}
-    held = peak_memories(compilation, **options, memory_of=brief_peak_memory)
+    held = peak_memories(compilation, **options, memory_of=memory_of)
     return _on_devices(compilation, cluster, held)
 
 
