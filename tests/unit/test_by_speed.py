@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whale.errors import InfeasibleError
-from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.cluster import Cluster, DeviceType, HostMemory, Link
 from whale.ir.profile import Affine, Amount, LayerKind, MeasuredTimes, ModelProfile
 from whale.planner.balance.by_speed import Pipeline, cut_problem, cuts_by_speed, pipeline_by_speed, rows_by_speed
 from whale.planner.balance.cuts import price
@@ -248,3 +248,30 @@ def test_where_there_are_too_many_orders_groups_are_exchanged_as_long_as_that_he
     others = [tuple(draw.sample(order, len(order))) for _ in range(40)]
     for other in (tuple(range(len(names))), tuple(reversed(range(len(names)))), *others):
         assert own <= seconds_in(names, other) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("gib", "advised"), [(4000, True), (40, False)])
+def test_hosts_are_advised_only_where_they_hold_what_would_be_there(gib: int, advised: bool) -> None:
+    wide = profile().kinds[0].model_copy(update={"parameters": 2e9})
+    machines = cluster()
+    host = HostMemory(size_bytes=gib * GIB)
+    machines = replace(machines, nodes=tuple(replace(node, host_memory=host) for node in machines.nodes))
+    size: Any = {"batch": 16, "micro_batches": 4, "num_stages": 4, "replicas": 1, "precision": "fp32"}
+    with pytest.raises(InfeasibleError) as raised:
+        pipeline_by_speed(profile().model_copy(update={"kinds": (wide,)}), machines, **size)
+    assert ("--offload" in str(raised.value)) is advised
+
+
+def test_with_others_that_may_be_chosen_fewer_micro_batches_are_advised() -> None:
+    """Whole states of four replicas leave too little memory for as many rows as parts of them do."""
+    wide = profile().kinds[0].model_copy(update={"parameters": 1.5e8})
+    chain = profile().model_copy(update={"kinds": (wide,)})
+    size: Any = {"batch": 64, "micro_batches": 1, "num_stages": 2, "replicas": 2, "precision": "fp32"}
+    found = []
+    for others in ((), ({"zero": 1},)):
+        with pytest.raises(InfeasibleError) as raised:
+            pipeline_by_speed(chain, cluster(24, 24), **size, others=others)
+        told = re.search(r"--micro-batches (\d+)", str(raised.value))
+        assert told is not None, str(raised.value)
+        found.append(int(told[1]))
+    assert found[1] < found[0]
