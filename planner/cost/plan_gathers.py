@@ -70,6 +70,8 @@ def sharded_units(
         members = list(run)
         num: float = len(members) if block >= 0 else 1
         dense, experts = (size * part for part in prices.parameters(members, stage.tensor, stage.expert))
+        casts = prices.casts(members, (stage.tensor, stage.expert))
+        low = 1 + casts * (1 - size / 2) / max(1.0, dense + experts)  # of what is gathered, as it is read
         if once:
             dense = max(0.0, dense - size * _known_before(prices, stage, members))
         num_bytes = dense + experts
@@ -78,8 +80,6 @@ def sharded_units(
             unit = prices.message_bytes(stage.data_group, num_bytes, degree, members, divided=True)
             num = max(1.0, round(num_bytes / max(1.0, unit)))
         spent = prices.stage(members, kind.group, kind.rows, micro_batches, shards)
-        casts = prices.casts(members, (stage.tensor, stage.expert))
-        low = 1 + casts * (1 - size / 2) / max(1.0, num_bytes)  # of what is gathered, as it is read
         other = prices.gradient_bytes / size if prices.runs else 1.0
         gather = _exchanged(prices, stage, "all_gather", low * dense / num, low * experts / num)
         reduce = _exchanged(prices, stage, scattered, other * dense / num, other * experts / num)

@@ -14,6 +14,7 @@ from whale.cli.app import app
 from whale.cli.model_loader import load_model
 from whale.commands.candidates import CandidateCompiler
 from whale.commands.plan_writer import PlanWriter
+from whale.compile.options import Options
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
 from whale.planner.catalog import device_types
@@ -28,7 +29,7 @@ from whale.planner.search.table import CostTable
 from whale.strategies.profile import profile_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples/models"
-V100 = device_types()["V100-SXM2-32GB"]
+V100, A100 = device_types()["V100-SXM2-32GB"], device_types()["A100-SXM4-80GB"]
 BATCH = 16
 
 
@@ -102,6 +103,23 @@ def test_partial_plans_take_as_long_as_plans_whose_replicas_divide_states(
             told.append((partial.timed.seconds, whole.prediction.step_seconds))
         assert told[1][0] == pytest.approx(told[1][1], rel=0.08), (sequence, count)
         assert told[1][0] <= told[0][0] * (1 + 1e-9) or told[1][1] > told[0][1]
+
+
+def test_what_layers_share_is_gathered_once_under_autocast(gpt: tuple[CandidateCompiler, ModelProfile]) -> None:
+    """The layer that reads it last has nothing to gather, and casts all the same."""
+    loaded = load_model(
+        str(EXAMPLES / "gpt.py:gpt"), {"layers": 2, "hidden": 256, "heads": 4, "seq": 128}, device="meta"
+    )
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1,), precision="bf16", name="gpt")
+    network = Link(bandwidth=1.25e9, latency=1.5e-5)
+    cluster = Cluster.homogeneous(4, A100, num_devices_per_node=2, intra=A100.intra_node, inter=network)
+    prices = CostModel.of(profile, cluster, precision="bf16", batch=BATCH).under("none", 1)
+    table = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, len(profile.layers), None))
+    draft = PartialPlan(meshes=(searched.Mesh((4,), 1),), starts=(0,), micro_batches=1, schedule="1f1b")
+    whole = laid_out(table, draft, BATCH)
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="gpt", options=Options(precision="bf16"))
+    compiled = PlanWriter(profile, cluster, BATCH, trial).compiled(whole, trial)
+    assert whole.prediction.step_seconds == pytest.approx(compiled.prediction.step_seconds, rel=0.08)
 
 
 @pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 1), (1, 4), (2, 8)])
