@@ -75,8 +75,8 @@ def simple_plans(
     for one in found:
         if one is not None:
             other = divided(prices, one, batch, settings, gain=-UNSURE)
-            known = other is not None and step_seconds(other) < (1 - UNSURE) * step_seconds(one)
-            fitting += [] if known else [one]
+            surely = other is not None and step_seconds(other) < (1 - UNSURE) * step_seconds(one)
+            fitting += [] if surely else [one]
             fitting += [] if other is None else [other]
     return sorted(fitting, key=step_seconds)
 
