@@ -358,8 +358,8 @@ def _changes(workload: Workload, replicas: Sequence[_Replicas]) -> Iterator[_Try
         yield _Try("links of twice the bandwidth between stages", _with(workload, links=links))
     if workload.reductions:
         faster = tuple(_with(reduction, seconds=reduction.seconds / 2) for reduction in workload.reductions)
-        halved = _with(workload, reductions=faster)
-        yield _Try("sums of gradients in half the time (links of twice the bandwidth)", halved)
+        changed = _with(workload, reductions=faster)
+        yield _Try("sums of gradients in half the time (links of twice the bandwidth)", changed)
     for index, (stage, own) in enumerate(zip(stages, replicas, strict=True)):
         if any(stage.communication):
             yield _Try(

@@ -48,8 +48,7 @@ def divided(
 ) -> Candidate | None:
     """Return the plan with replicas that divide the states of the optimizer, where that is faster by a *gain*: each
     updates a part of the parameters, and what is sent is the same; None where it is not, or that may not be decided."""
-    may = settings.zero == "auto" and not settings.way[1] and settings.reduce in (None, "mean")
-    if not may or not any(len(own.ranks) > own.tensor for own in candidate.stages):
+    if not settings.may_divide or not any(len(own.ranks) > own.tensor for own in candidate.stages):
         return None
     stages = [replace(own, state=StateSharding(1)) if len(own.ranks) > own.tensor else own for own in candidate.stages]
     count, schedule = candidate.micro_batches, candidate.schedule

@@ -260,6 +260,11 @@ class SearchSettings:
         return "none" if self.recompute == "auto" else self.recompute, level, offload
 
     @property
+    def may_divide(self) -> bool:
+        """Whether the search decides if replicas divide the states of the optimizer."""
+        return self.zero == "auto" and not self.way[1] and self.reduce in (None, "mean")
+
+    @property
     def priced(self) -> tuple[str, ...]:
         """The schedules by which plans are found."""
         return tuple(schedule for schedule in self.schedules if schedule in PRICED) or (PRICED[-1],)

@@ -202,8 +202,8 @@ class _Searches:
         each then updates a part of the parameters, and what is sent is the same; where that saves little they are whole
         at last."""
         rule, level, offload = self.settings.way
-        may_divide = self.settings.zero == "auto" and self.settings.reduce in (None, "mean")
-        return rule, max(level, int(may_divide and len(self.costs.cluster.devices) > 1)), offload
+        divides = self.settings.may_divide and len(self.costs.cluster.devices) > 1
+        return rule, 1 if divides else level, offload
 
     def _under(self, way: Way) -> PlanSearch:
         limit = self.settings.time_limit
