@@ -43,17 +43,15 @@ def aligned(found: Found, settings: SearchSettings) -> Found:
     return replace(found, candidates=tuple(map(of, found.candidates)), near=tuple(map(of, found.near)))
 
 
-def divided(
-    prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings, *, gain: float = LEAST_GAIN
-) -> Candidate | None:
-    """Return the plan with replicas that divide the states of the optimizer, where that is faster by a *gain*: each
-    updates a part of the parameters, and what is sent is the same; None where it is not, or that may not be decided."""
+def divided(prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings) -> Candidate | None:
+    """Return the plan with replicas that divide the states of the optimizer, where that is faster by some: each updates
+    a part of the parameters, and what is sent is the same; None where it is not, or where that may not be decided."""
     if not settings.may_divide or not any(len(own.ranks) > own.tensor for own in candidate.stages):
         return None
     stages = [replace(own, state=StateSharding(1)) if len(own.ranks) > own.tensor else own for own in candidate.stages]
     count, schedule = candidate.micro_batches, candidate.schedule
     found = fitted(prices, stages, micro_batches=count, schedule=schedule, batch=batch)
-    faster = step_seconds(found) < (1 - gain) * step_seconds(candidate)
+    faster = step_seconds(found) < (1 - LEAST_GAIN) * step_seconds(candidate)
     return found if found.prediction.fits and faster else None
 
 

@@ -188,7 +188,9 @@ class _Searches:
         if first is None and not self.stop() and not self.last.is_possible():
             self._refuse()
         if first is None:
-            found = self._fitting(_ways(settings, self.costs), nothing_else=True)
+            groups = ([settings.way], *_ways(settings, self.costs))
+            untried = ([way for way in ways if way != self._first_way()] for ways in groups)
+            found = self._fitting(untried, nothing_else=True)
         else:
             whole = [[self.settings.way]] if first.gap >= LEAST_GAP and self._first_way() != self.settings.way else []
             found = [first, *self._with_less_memory(first), *self._fitting(whole)]

@@ -37,9 +37,6 @@ MOST_COUNTS = 12
 MOST_FULL = 4
 """Times the memory of a device that rows by speed may need of it, where others hold less of a share of theirs."""
 
-UNSURE = 0.05
-"""Part of a step by which one of two plans has to be faster to be so once both are compiled."""
-
 MOST_LAID_OUT = 3
 """Plans of a kind that are laid out until one fits on its ranks."""
 
@@ -47,8 +44,8 @@ MOST_LAID_OUT = 3
 def simple_plans(
     profile: ModelProfile, cluster: Cluster, *, batch: int, settings: SearchSettings, known: Memo | None = None
 ) -> list[Candidate]:
-    """Return the fastest plan of each simple kind that fits, by the search's prices, fastest first; with whole and with
-    divided states of the optimizer where it is not sure which is faster.
+    """Return the fastest plan of each simple kind that fits, by the search's prices, fastest first; with divided states
+    of the optimizer where it is faster so.
 
     Args:
         profile: of the model.
@@ -71,13 +68,7 @@ def simple_plans(
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
     meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain)
     found = (_best(meshes, own, batch) for own in _drafts(meshes, batch, settings).values())
-    fitting: list[Candidate] = []
-    for one in found:
-        if one is not None:
-            other = divided(prices, one, batch, settings, gain=-UNSURE)
-            surely = other is not None and step_seconds(other) < (1 - UNSURE) * step_seconds(one)
-            fitting += [] if surely else [one]
-            fitting += [] if other is None else [other]
+    fitting = [divided(prices, one, batch, settings) or one for one in found if one is not None]
     return sorted(fitting, key=step_seconds)
 
 

@@ -124,15 +124,6 @@ def test_simple_plans_divide_states_of_the_optimizer_where_that_is_faster(zero: 
     assert every and all(any(own.level for own in one.stages) == divides for one in every)
 
 
-def test_simple_plans_are_compiled_with_whole_and_with_divided_states_where_these_take_about_as_long() -> None:
-    cluster = machines([card("fast")] * 4, Link(bandwidth=1e11, latency=1e-6))
-    plans = simple_plans(profile(), cluster, batch=16, settings=SearchSettings(zero="auto"))
-    assert {bool(one.stages[0].level) for one in plans if len(one.stages) == 1 and one.stages[0].data == 4} == {
-        True,
-        False,
-    }
-
-
 @pytest.mark.parametrize("factor", [1.01, 1.1, 1.3])
 def test_where_no_plan_fits_once_compiled_others_are_tried_until_one_does(factor: float) -> None:
     """Memory that the search lacks is found by compiling, and searched with."""
