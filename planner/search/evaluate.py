@@ -15,9 +15,26 @@ from whale.planner.cost.plan import PlanCost
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage import CostModel
 from whale.planner.cost.stage_cost import Memo
-from whale.planner.search.problem import Candidate, StageChoice
+from whale.planner.search.problem import Candidate, SearchSettings, StageChoice
 
-__all__ = ["evaluate", "fitted", "score"]
+__all__ = ["evaluate", "fitted", "prices_of", "score"]
+
+
+def prices_of(
+    profile: ModelProfile, cluster: Cluster, *, batch: int, settings: SearchSettings, known: Memo | None = None
+) -> CostModel:
+    """Return the prices by which a search goes; *known* are those of an earlier one for the same model."""
+    return CostModel.of(
+        profile,
+        cluster,
+        precision=settings.precision,
+        optimizer=settings.optimizer,
+        batch=batch,
+        gradient_dtype=settings.gradient_dtype,
+        step_in_backward=settings.step_in_backward,
+        reduce=settings.reduce or "mean",
+        known=known,
+    )
 
 
 def evaluate(

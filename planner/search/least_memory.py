@@ -18,7 +18,7 @@ from whale.planner.search.evaluate import fitted
 from whale.planner.search.plan_search import best_of, step_seconds
 from whale.planner.search.problem import Candidate, Dropped, Found, SearchSettings
 
-__all__ = ["MOST_LEAST", "aligned", "divided", "together", "with_least"]
+__all__ = ["LEAST_GAIN", "MOST_LEAST", "aligned", "divided", "together", "with_least", "with_other_states"]
 
 LEAST_GAIN = 0.01
 """Part of a step from which on plans are taken whose replicas divide the states of the optimizer, to save time."""
@@ -46,13 +46,29 @@ def aligned(found: Found, settings: SearchSettings) -> Found:
 def divided(prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings) -> Candidate | None:
     """Return the plan with replicas that divide the states of the optimizer, where that is faster by some: each updates
     a part of the parameters, and what is sent is the same; None where it is not, or where that may not be decided."""
-    if not settings.may_divide or not any(len(own.ranks) > own.tensor for own in candidate.stages):
+    found = (
+        None if any(own.level for own in candidate.stages) else with_other_states(prices, candidate, batch, settings)
+    )
+    return found if found is not None and step_seconds(found) < (1 - LEAST_GAIN) * step_seconds(candidate) else None
+
+
+def with_other_states(
+    prices: CostModel, candidate: Candidate, batch: int, settings: SearchSettings
+) -> Candidate | None:
+    """Return the plan with whole states of the optimizer if replicas of a stage divide them, else with states that all
+    replicas divide; None if it does not fit, or if that may not be decided."""
+    if not settings.may_divide or any(own.level > 1 or own.state_on_host for own in candidate.stages):
         return None
-    stages = [replace(own, state=StateSharding(1)) if len(own.ranks) > own.tensor else own for own in candidate.stages]
+    divides = not any(own.level for own in candidate.stages)
+    stages = tuple(
+        replace(own, state=StateSharding(1) if divides and len(own.ranks) > own.tensor else None)
+        for own in candidate.stages
+    )
+    if stages == candidate.stages:
+        return None
     count, schedule = candidate.micro_batches, candidate.schedule
     found = fitted(prices, stages, micro_batches=count, schedule=schedule, batch=batch)
-    faster = step_seconds(found) < (1 - LEAST_GAIN) * step_seconds(candidate)
-    return found if found.prediction.fits and faster else None
+    return found if found.prediction.fits else None
 
 
 def with_least(prices: CostModel, found: Sequence[Found], batch: int, settings: SearchSettings) -> Found:

@@ -50,6 +50,7 @@ from whale.ir.strategy import RECOMPUTES, Offload, Recompute
 from whale.planner.cost.hosts import has_hosts
 from whale.planner.cost.stage import CostModel
 from whale.planner.cost.stage_cost import Memo
+from whale.planner.search.evaluate import prices_of
 from whale.planner.search.least_memory import aligned, with_least
 from whale.planner.search.plan_search import PlanSearch, step_seconds
 from whale.planner.search.problem import Fixed, Found, Progress, SearchSettings, Stopped
@@ -115,17 +116,7 @@ def search(
     settings.check(batch)
     fixed = settings.fixed or Fixed()
     fixed.check(len(profile.layers))
-    prices = prices or CostModel.of(
-        profile,
-        cluster,
-        precision=settings.precision,
-        optimizer=settings.optimizer,
-        batch=batch,
-        gradient_dtype=settings.gradient_dtype,
-        step_in_backward=settings.step_in_backward,
-        reduce=settings.reduce or "mean",
-        known=known,
-    )
+    prices = prices or prices_of(profile, cluster, batch=batch, settings=settings, known=known)
     if not prices.tensor_degrees:
         raise UsageError(f"the profile of {profile.name} has no tensor degree that all layers know; profile it again")
     if prices.tensor_degrees[0] > len(cluster.devices):

@@ -14,9 +14,9 @@ from math import inf
 
 from whale.ir.cluster import Cluster
 from whale.ir.profile import ModelProfile
-from whale.planner.cost.stage import CostModel
 from whale.planner.cost.stage_cost import Memo
 from whale.planner.cost.step import timing_of
+from whale.planner.search.evaluate import prices_of
 from whale.planner.search.families import fit_divisions
 from whale.planner.search.layout import laid_out
 from whale.planner.search.least_memory import divided
@@ -54,17 +54,7 @@ def simple_plans(
         settings: of the search; what is fixed stays, and the time limit is not looked at.
         known: prices of an earlier search for the same model.
     """
-    prices = CostModel.of(
-        profile,
-        cluster,
-        precision=settings.precision,
-        optimizer=settings.optimizer,
-        batch=batch,
-        gradient_dtype=settings.gradient_dtype,
-        step_in_backward=settings.step_in_backward,
-        reduce=settings.reduce or "mean",
-        known=known,
-    ).under(*settings.way)
+    prices = prices_of(profile, cluster, batch=batch, settings=settings, known=known).under(*settings.way)
     chain = Chain.of(profile.paths, len(profile.layers), settings.fixed)
     meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=chain)
     found = (_best(meshes, own, batch) for own in _drafts(meshes, batch, settings).values())

@@ -124,6 +124,21 @@ def test_simple_plans_divide_states_of_the_optimizer_where_that_is_faster(zero: 
     assert every and all(any(own.level for own in one.stages) == divides for one in every)
 
 
+@pytest.mark.parametrize(("factor", "divides"), [(0.95, True), (0.995, False), (1.0, False), (1.05, False)])
+def test_states_are_divided_where_that_is_faster_once_compiled(factor: float, divides: bool) -> None:
+    """Less than a hundredth of a step is not worth it; the search says that it makes no difference."""
+
+    def change(plan: Plan, prediction: Prediction) -> Prediction:
+        part = factor if any(stage.state is not None for stage in plan.stages) else 1.0
+        return prediction.model_copy(update={"step_seconds": prediction.step_seconds * part})
+
+    cluster = machines([card("fast")] * 4, Link(bandwidth=1e11, latency=1e-6))
+    model = Model(change)
+    found = searched(model, profile(), cluster, zero="auto", top=1)
+    assert found.best.compiled and any(stage.state is not None for stage in found.best.plan.stages) == divides
+    assert model.compiled > 1
+
+
 @pytest.mark.parametrize("factor", [1.01, 1.1, 1.3])
 def test_where_no_plan_fits_once_compiled_others_are_tried_until_one_does(factor: float) -> None:
     """Memory that the search lacks is found by compiling, and searched with."""

@@ -16,6 +16,7 @@ from whale.errors import UsageError
 from whale.ir.cluster import Cluster
 from whale.ir.workload import Workload
 from whale.planner.search import Candidate, Found
+from whale.planner.search.least_memory import LEAST_GAIN
 from whale.planner.search.simple import least_after_compiling
 
 __all__ = ["CompiledCandidates"]
@@ -31,6 +32,9 @@ WORTH_SHARING, LEAST_SHARED = 16384, 4096
 """Operators of all candidates together, seconds of compiling, that are shared with other processes from the first
 candidate on: each fork finds again what the others know of equal stages, which takes as long as half of that. Fewer are
 shared after the first, of which forks know all; and least of all."""
+
+UNSURE = 0.05
+"""Part of a step by which the search has to say that one of two plans is faster, or both are compiled."""
 
 GAIN = 1e-3
 """Smallest relative improvement for which another candidate is compiled."""
@@ -106,6 +110,26 @@ class CompiledCandidates:
             if candidate.prediction.step_seconds * gained >= best * (1 - GAIN) or self.late():
                 break
             self.compile(candidate, self.schedule)
+
+    def settle_states(self, with_others: Callable[[Candidate], Candidate | None]) -> None:
+        """Compile the best with whole states of the optimizer in place of divided ones, or the other way round, where
+        the search is not sure which takes longer. Divided ones stay if they save time enough.
+
+        Args:
+            with_others: returns the plan with the other states, if there is one that fits.
+        """
+        best = min((one for one in self.choices if one.compiled), key=_seconds, default=None)
+        changed = None if best is None or self.late() else with_others(best.candidate)
+        if best is None or changed is None:
+            return
+        if changed.prediction.step_seconds > (1 + UNSURE) * best.candidate.prediction.step_seconds:
+            return
+        self.compile(changed)
+        other = next((one for one in self.choices if one.compiled and _are_alike(one.candidate, changed)), None)
+        if other is not None:
+            whole, divided = sorted((best, other), key=_divides)
+            if _seconds(divided) > (1 - LEAST_GAIN) * _seconds(whole):
+                self.choices.remove(divided)
 
     def _shared(self, candidates: Sequence[Candidate]) -> Shared[_Timed]:
         """Some candidates, compiled by several processes where that takes long enough."""
@@ -201,6 +225,16 @@ def _least_with_sums(workload: Workload) -> float:
 
 def _seconds(choice: Choice) -> float:
     return choice.prediction.step_seconds
+
+
+def _divides(choice: Choice) -> bool:
+    """Whether replicas of a stage divide their state."""
+    return any(stage.level for stage in choice.candidate.stages)
+
+
+def _are_alike(one: Candidate, other: Candidate) -> bool:
+    """Whether two plans are the same; they may have been found by prices that differ."""
+    return (one.stages, one.micro_batches, one.schedule) == (other.stages, other.micro_batches, other.schedule)
 
 
 def _with_memory(cluster: Cluster, parts: Mapping[str, float]) -> Cluster:

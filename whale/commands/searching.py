@@ -33,8 +33,9 @@ from whale.planner.cost.precision import own_precision
 from whale.planner.cost.stage import CostModel
 from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search import Candidate, Found, Memo, Progress, SearchSettings, StageChoice, search
-from whale.planner.search.evaluate import score
+from whale.planner.search.evaluate import prices_of, score
 from whale.planner.search.layout import fastest_rows
+from whale.planner.search.least_memory import with_other_states
 from whale.planner.search.problem import PRICED, Stopped
 from whale.planner.search.simple import simple_plans
 
@@ -236,6 +237,8 @@ def search_plans(
             searched(room, left, None)
             continue
         break
+    prices = prices_of(profile, cluster, batch=batch, settings=settings).under(*settings.way)
+    tried.settle_states(lambda candidate: with_other_states(prices, candidate, batch, settings))
     for choice in placed:
         (tried.refused if choice.reason else tried.choices).append(choice)
         if stop():
