@@ -15,11 +15,13 @@ import whale
 from tests.small_models import Block, decoder, tokens
 from whale import replicate, split, stage
 from whale.cli.model_loader import load_model
+from whale.compile import exchanges
 from whale.compile.compilation import Compilation
 from whale.compile.compile import compile_traced
 from whale.compile.options import Options
 from whale.compile.trace import trace
 from whale.ir.cluster import Cluster, DeviceType, Link
+from whale.ir.state import StateSharding
 from whale.predict.peak_memory import PeakMemory, brief_peak_memory
 from whale.predict.replay import Replay
 
@@ -32,7 +34,7 @@ def devices(count: int) -> Cluster:
 def compiled(model: nn.Module, batch: Any, layout: Any, count: int, device: str, **options: Any) -> Compilation:
     whale.annotate(model, layout)
     traced = trace(model, batch, device="cpu", training=True, precision=options.get("precision"))
-    return compile_traced(traced, devices(count), Options(micro_batches=2, **options), device=device)
+    return compile_traced(traced, devices(count), Options(**{"micro_batches": 2, **options}), device=device)
 
 
 def omitted(compilation: Compilation) -> list[int]:
@@ -83,12 +85,17 @@ def test_decoders(layers: int, degrees: tuple[int, int], stages: int, frozen: bo
         ({"recompute": "full"}, (2, 1), "cuda"),
         ({"recompute": "selective"}, (1, 2), "cpu"),
         ({"precision": "bf16", "recompute": "full"}, (2, 1), "cpu"),
+        ({"state": StateSharding(1)}, (2, 1), "cuda"),
+        ({"state": StateSharding(2), "micro_batches": 1}, (2, 2), "cpu"),
+        ({"state": StateSharding(1), "micro_batches": 1, "precision": "bf16"}, (2, 1), "cuda"),
     ],
 )
 def test_backwards_that_are_graphs(
     options: Any, degrees: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs that compute values again, and that share casts between micro-batches, are folded too."""
+    """Graphs that compute values again, that share casts between micro-batches, and whose ranks divide their state in
+    buckets of several layers or of parts of one, are folded too."""
+    monkeypatch.setattr(exchanges, "bucket_bytes", lambda *args, **kwargs: 20000)
     model = decoder(layers=9, heads=4, width=16).float().to("meta")
     replicas, parts = degrees
     inner = [replicate(replicas), split(parts)]

@@ -28,14 +28,14 @@ from whale.ir.check import CollectiveCall
 from whale.ir.program import Compute, Program
 from whale.planner.cost.optimizers import Optimizer, temporary_bytes
 from whale.predict.live_memory import LiveMemory, memory_of
-from whale.predict.replay import Event, Log, Replay, marked
+from whale.predict.replay import OF_GRADIENTS, Event, Log, Replay, marked
 from whale.runtime.at_host import counted_apart
 from whale.runtime.by_autograd import ByAutograd
 from whale.runtime.collectives import DryGroup
 from whale.runtime.failure import Failures
 from whale.runtime.host import copied_by
 from whale.runtime.local_program import with_codes
-from whale.runtime.owned import HeldUnit
+from whale.runtime.owned import GradientSlot, HeldUnit
 from whale.runtime.random import RNGPosition
 from whale.runtime.reduce import Reducer
 from whale.runtime.stage import LocalStage
@@ -144,17 +144,23 @@ class _AloneOnProcessors(DryGroup):
 
 
 class _Taker:
-    """A reducer, or none, that says which gradients of graphs are ready, and logs none of the reductions that then
-    start, which are not the layer's."""
+    """A reducer, or none, that says which gradients of graphs get a place or are ready (``happens``), and logs none of
+    the buckets that are then made or reduced, which are not the layer's."""
 
-    def __init__(self, reducer: Reducer | None, log: Log, ready: Callable[[Any], None]) -> None:
-        self._reducer, self._log, self._ready = reducer, log, ready
+    def __init__(self, reducer: Reducer | None, log: Log, happens: Callable[[str, Any], None]) -> None:
+        self._reducer, self._log, self._happens = reducer, log, happens
 
     def place(self, parameter: Any) -> Tensor | None:
-        return None if self._reducer is None else self._reducer.place(parameter)
+        if self._reducer is None:
+            return None
+        self._happens("place", parameter)
+        paused, self._log.paused = self._log.paused, True
+        place = self._reducer.place(parameter)
+        self._log.paused = paused
+        return place
 
     def gradient_ready(self, parameter: Any) -> None:
-        self._ready(parameter)
+        self._happens("ready", parameter)
         self._log.paused = True
         if self._reducer is not None:
             self._reducer.gradient_ready(parameter)
@@ -200,6 +206,8 @@ class DryStep:
         self.noting = _Noting()
         self._replays: list[Replay] = []
         self._reducer: Reducer | None = None
+        self._holders: dict[str, Any] = {}
+        """To what backwards add gradients, by the name of the parameter: itself, or the slot of one that is divided."""
         self._names: dict[Any, str] = {}
         self._assembled: Any = None
         """The step that has run: what it keeps for the next one is there when an optimizer updates parameters."""
@@ -288,13 +296,13 @@ class DryStep:
             if parameter.grad is not None and self.live.purpose_of(parameter.grad):
                 self.live.expect(memory_of(parameter.grad))
 
-    def _ready(self, parameter: Any) -> None:
-        """Log a gradient that is made by a graph."""
-        if (name := self._names.get(parameter)) is not None:  # units have slots for theirs
-            self.live.log.add("ready", name)
-            self._came(parameter)
+    def _happened(self, what: str, holder: Any) -> None:
+        """Log what happens to a gradient that is made by a graph."""
+        self.live.log.add(what, self._names[holder])
+        if what == "ready":
+            self._came(holder)
 
-    def _came(self, parameter: Tensor) -> None:
+    def _came(self, parameter: Any) -> None:
         """Count the memory of a gradient from here on."""
         if parameter.grad is not None and not parameter.grad.is_sparse:
             self.live.come(memory_of(parameter.grad))
@@ -365,13 +373,14 @@ class DryStep:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._resume)
         order = {stage.index: stage.nodes for stage in self.compilation.stages if self.rank in stage.mesh.ranks}
-        self._names = {parameter: name for name, parameter in self.parameters.items()}
+        self._holders = {**self.parameters, **{name: slot for held in self.units for name, slot in held.slots.items()}}
+        self._names = {holder: name for name, holder in self._holders.items()}
         for index, stage in zip(order, step.stages, strict=True):
             if folds := self.compilation.folds.get(index):
                 replays = [(fold, self._replay(fold)) for fold in folds]
                 stage.programs = [marked(stage.programs[0], replays, order[index])]
             stage.programs = with_codes(stage.programs, lambda code: replace(code, runs_once=True))
-            stage.taker = _Taker(self._reducer, self.live.log, self._ready)
+            stage.taker = _Taker(self._reducer, self.live.log, self._happened)
         if self.device == "cuda" and not _runs_graphs(self.compilation, program, data, self.batch):
             for stage in step.stages:
                 programs = {id(program): accelerated(program) for program in stage.programs}
@@ -430,12 +439,18 @@ class DryStep:
 
     def _happens(self, event: Event) -> None:
         """Repeat an event in an omitted layer."""
-        if event[0] != "ready":
+        if event[0] not in OF_GRADIENTS:
             self.live.happens(*event)
             return
-        self._came(self.parameters[event[1]])
-        if self._reducer is not None:
-            self._reducer.gradient_ready(self.parameters[event[1]])
+        holder, reducer = self._holders[event[1]], self._reducer
+        place = None if reducer is None or holder.grad is not None else reducer.place(holder)
+        if event[0] == "place":
+            return
+        if isinstance(holder, GradientSlot) and holder.grad is None:
+            holder.grad = place
+        self._came(holder)
+        if reducer is not None:
+            reducer.gradient_ready(holder)
 
     def found(self) -> Counted | None:
         """Result of the run; None if the layers of a fold were not equal."""

@@ -241,10 +241,11 @@ def _states(optimizer: Optimizer, trained: Sequence[ParameterShape]) -> int:
 
 
 def _can_be_folded(compilation: Compilation, program: Program) -> bool:
-    """Whether what is left out of a folded step can be replayed: not what it does with units and their sums, with the
-    optimizer's states and with the host's memory, nor backwards in two parts."""
-    with_state = bool(compilation.units) or compilation.step_in_backward
-    return not (with_state or compilation.offloads_activations or splits_backwards(program))
+    """Whether what is left out of a folded step can be replayed: not what it does with units that are gathered or
+    summed layer by layer, with the optimizer's states and with the host's memory, nor backwards in two parts."""
+    by_layer = any(unit.on_host or unit.spec.each or unit.spec.gathers == "task" for unit in compilation.units)
+    is_other = by_layer or compilation.step_in_backward or compilation.offloads_activations
+    return not (is_other or splits_backwards(program))
 
 
 def _program(compilation: Compilation, rank: int, schedule: str) -> Program:

@@ -27,7 +27,10 @@ __all__ = ["Event", "Log", "Replay", "marked"]
 
 Event = tuple[Any, ...]
 """``("add", category, bytes)``, ``("free", category, bytes)``, ``("from", category, bytes)`` and ``("to", category,
-bytes)`` where the category of bytes changes, or ``("ready", parameter)`` for a gradient."""
+bytes)`` where the category of bytes changes; ``("place", parameter)`` and ``("ready", parameter)`` for a gradient."""
+
+OF_GRADIENTS = ("place", "ready")
+"""Events of a gradient: it gets its place in a bucket; it is there."""
 
 
 @dataclass
@@ -100,14 +103,15 @@ class Replay:
 
     def _replay(self, direction: _Direction) -> None:
         one, other = direction.layers
-        known = all(event[0] != "ready" or event[1] in self.parameters for event in other[0])
+        known = all(event[0] not in OF_GRADIENTS or event[1] in self.parameters for event in other[0])
         if not known or one[1] != other[1] or list(map(_nameless, one[0])) != list(map(_nameless, other[0])):
             self.failed = True
             return
         made = self.calls[len(self.calls) - len(other[1]) :]
         for layer in range(self.omitted):
             for event in other[0]:
-                self.happens(("ready", self.parameters[event[1]][layer]) if event[0] == "ready" else event)
+                is_named = event[0] in OF_GRADIENTS
+                self.happens((event[0], self.parameters[event[1]][layer]) if is_named else event)
             self.calls.extend(made)
 
 
@@ -122,7 +126,7 @@ class _Direction:
 
 
 def _nameless(event: Event) -> Event:
-    return event[:1] if event[0] == "ready" else event
+    return event[:1] if event[0] in OF_GRADIENTS else event
 
 
 def marked(program: LocalProgram, folds: Sequence[tuple[Fold, Replay]], order: Sequence[fx.Node]) -> LocalProgram:
