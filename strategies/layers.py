@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -91,6 +91,7 @@ class LayeredModel:
     traces: dict[Hashable, Any] = field(default_factory=dict)
     _placed: dict[tuple[int, int, ExpertSplit, int], PlacedStage] = field(default_factory=dict)
     _between: dict[tuple[int, int, int], PlacedStage] = field(default_factory=dict)
+    _ends: dict[tuple[int, int, int, Literal["first", "last"]], PlacedStage] = field(default_factory=dict)
 
     @property
     def captured(self) -> Captured:
@@ -190,6 +191,23 @@ class LayeredModel:
             self._between[key] = replace(stage, layout=Layout(self.analysis, layout_axes(stage.mesh, self.rows)))
         return self._between[key]
 
+    def _place_end(self, kind: int, degree: int, rows: int, end: Literal["first", "last"]) -> PlacedStage:
+        """The same as the *first* or *last* of a stage: what it receives, or hands on, has the form that costs least."""
+        key = (kind, degree, rows, end)
+        if key not in self._ends and self.like is not None:
+            self._ends[key] = _translated(self.like._place_end(*key), self.like, self)
+        elif key not in self._ends:
+            stage = self.place_between(kind, degree, rows)
+            problem = replace(self._problem(kind, degree), rows=(rows,) * len(self.rows))
+            fixed, leaving = self._shared(kind, degree), {}
+            if end == "first":
+                leaving = {value: (REPLICATE, *placements[1:]) for value, placements in stage.sent.items()}
+            else:
+                fixed |= {value: (REPLICATE, *stage.stored[value][1:]) for value in stage.received}
+            found = self._solved(replace(problem, fixed=fixed, leaving=leaving), Prices())
+            self._ends[key] = replace(found, layout=Layout(self.analysis, layout_axes(found.mesh, self.rows)))
+        return self._ends[key]
+
     def _in_a_chain(self, problem: StageProblem, free: PlacedStage) -> PlacedStage:
         """A layer whose values come in the form in which they leave, the one that costs least, so that it can follow
         itself; *free* where it cannot."""
@@ -216,18 +234,9 @@ class LayeredModel:
         *degree* devices has where it is the first, or the last, of a stage."""
         if degree == 1:
             return 1.0, 1.0
-        whole = not any(rows % degree for rows in self.rows[:2])  # devices have equal parts, or all a single row
-        stage = self.place_between(kind, degree, max(self.rows) if whole else 1)
-        at = (0,) * (1 + len(stage.mesh.axes))
-        shares = []
-        for placed in ({value: stage.stored[value] for value in stage.received}, stage.sent):
-            every = sum(prod(value_shape(value)) for value in placed)
-            own = sum(
-                prod(stage.layout.local_shape(value, (REPLICATE, *placements[1:]), at))
-                for value, placements in placed.items()
-            )
-            shares.append(own / every if every else 1.0)
-        return shares[0], shares[1]
+        rows = -(-max(self.rows) // degree) * degree  # few, or some that cannot be divided, would be sent whole
+        first, last = self._place_end(kind, degree, rows, "first"), self._place_end(kind, degree, rows, "last")
+        return _held({value: first.stored[value] for value in first.received}, degree), _held(last.sent, degree)
 
     def cuts_rows(self, stage: PlacedStage) -> bool:
         """Whether the devices of a stage's group divide the rows of a micro-batch at some operator."""
@@ -325,6 +334,14 @@ def _roles(node: fx.Node, degree: int, experts: ExpertSplit) -> tuple[RegionRole
     if experts and not any(is_within(module_of(node), path) for path in experts.modules):
         return (REPLICAS,)
     return (SHARDS if experts.way is None else ExpertsRole(experts=experts.way),)
+
+
+def _held(placed: Mapping[Value, Placements], degree: int) -> float:
+    """The part of some values that each of *degree* devices has, on the last axis of a mesh."""
+    sizes = {value: prod(value_shape(value)) for value in placed}
+    every = sum(sizes.values())
+    own = sum(size / degree if placed[value][-1].kind == "S" else size for value, size in sizes.items())
+    return own / every if every else 1.0
 
 
 def _mesh(kind: int, degree: int, context: int = 1) -> VirtualDevice:
