@@ -192,7 +192,7 @@ class LayeredModel:
         return self._between[key]
 
     def _place_end(self, kind: int, degree: int, rows: int, end: Literal["first", "last"]) -> PlacedStage:
-        """The same as the *first* or *last* of a stage: what it receives, or hands on, has the form that costs least."""
+        """The same as the *first* or *last* of a stage: what comes in, or leaves, has the form that costs least."""
         key = (kind, degree, rows, end)
         if key not in self._ends and self.like is not None:
             self._ends[key] = _translated(self.like._place_end(*key), self.like, self)

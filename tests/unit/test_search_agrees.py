@@ -122,6 +122,31 @@ def test_what_layers_share_is_gathered_once_under_autocast(gpt: tuple[CandidateC
     assert whole.prediction.step_seconds == pytest.approx(compiled.prediction.step_seconds, rel=0.08)
 
 
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)])
+def test_what_devices_divide_is_sent_in_parts(degrees: tuple[int, int]) -> None:
+    """Micro-batches have an even number of rows; those that are profiled have an odd one too."""
+    sizes = {
+        "hidden_size": 2560, "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 1,
+        "intermediate_size": 5120, "sequence_length": 512,
+    }  # fmt: skip
+    batch = 52
+    loaded = load_model("hf:llama", sizes, batch_size=batch, device="meta")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="llama")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), name="llama", captured=trial.captured)
+    network = Link(bandwidth=1.25e9, latency=1.5e-5)
+    cluster = Cluster.homogeneous(4, V100, num_devices_per_node=2, intra=V100.intra_node, inter=network)
+    prices, num = CostModel.of(profile, cluster, precision="fp32", batch=batch), len(profile.layers)
+    ranks = (0, 1)[: degrees[0]], (2, 3)[: degrees[1]]
+    cuts = (0, 2, num)
+    stages = [
+        StageChoice(first=first, last=last, ranks=own, data=1, tensor=len(own), rows=(batch // 2,))
+        for first, last, own in zip(cuts, cuts[1:], ranks, strict=False)
+    ]
+    candidate = score(prices, stages, micro_batches=2, batch=batch)
+    compiled = PlanWriter(profile, cluster, batch, trial).compiled(candidate, trial)
+    assert candidate.prediction.step_seconds == pytest.approx(compiled.prediction.step_seconds, rel=0.01)
+
+
 @pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 1), (1, 4), (2, 8)])
 def test_gradients_that_micro_batches_accumulate_are_priced(
     gpt: tuple[CandidateCompiler, ModelProfile], replicas: int, micro_batches: int
