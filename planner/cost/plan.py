@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from whale.ir.workload import Prediction, Reduction, StageWork, Workload
 from whale.planner.cost.chain_stage import ChainStage
 from whale.planner.cost.hosts import stepping_on_host
-from whale.planner.cost.plan_gathers import sharded_units
+from whale.planner.cost.plan_gathers import sharded_units, tied_gather
 from whale.planner.cost.plan_memory import PlanMemory
 from whale.planner.cost.plan_sums import PlanSums
 from whale.planner.cost.replica_kinds import Kind, own_bytes, owned_part, ruled
@@ -107,11 +107,18 @@ class PlanCost(PlanSums, PlanMemory):
         stage, prices = self.stages[index], self.prices
         if self._exchanged[index].tasks:
             return 0.0
-        units = sharded_units(ruled(prices, stage), stage, kind, self.micro_batches, once=True)
-        alike = (self.stages[other] for other in range(index) if self.stages[other].ranks == stage.ranks)
-        before = sum(
+        *alike, _ = (other for other in range(index + 1) if self.stages[other].ranks == stage.ranks)
+        apart, before = [], 0.0
+        for tie in prices.profile.tied:
+            owners = self._owners(tie[0])
+            divides, is_apart = self._divide(owners), self._is_apart(tie[0])
+            apart += [tie] if is_apart or not divides else []
+            if is_apart and divides and not {index, *alike}.isdisjoint(owners):
+                before += tied_gather(prices, tie, *self._tied_group(owners))
+        units = sharded_units(ruled(prices, stage), stage, kind, self.micro_batches, once=True, apart=apart)
+        before += sum(
             unit.num * unit.gather
-            for one in alike
-            for unit in sharded_units(prices, one, kind, self.micro_batches, once=True)
+            for other in alike
+            for unit in sharded_units(prices, self.stages[other], kind, self.micro_batches, once=True, apart=apart)
         )
         return arrival_seconds(units, slowdown=overlap_slowdown(prices.num_of_types), before=before)

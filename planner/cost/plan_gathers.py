@@ -14,7 +14,13 @@ from whale.planner.cost.stage import CostModel
 from whale.planner.cost.stage_cost import StageCost
 from whale.planner.cost.step import overlap_slowdown
 
-__all__ = ["sharded_units", "with_gathers"]
+__all__ = ["Tie", "sharded_units", "tied_gather", "with_gathers"]
+
+Tie = tuple[Sequence[int], float]
+"""Layers that share a parameter, and its elements."""
+
+LOW_BYTES = 2
+"""Bytes of an element of a cast."""
 
 
 def with_gathers(
@@ -57,10 +63,17 @@ def with_gathers(
 
 
 def sharded_units(
-    prices: CostModel, stage: ChainStage, kind: Kind, micro_batches: int, *, once: bool = False
+    prices: CostModel,
+    stage: ChainStage,
+    kind: Kind,
+    micro_batches: int,
+    *,
+    once: bool = False,
+    apart: Sequence[Tie] = (),
 ) -> list[ShardedUnit]:
     """Parts of a stage that are gathered and reduced at a time, with the computation that reads them; what several read
-    is in the first of them if parameters are gathered *once* a step."""
+    is in the first of them if parameters are gathered *once* a step, but not what is gathered *apart*, or not at
+    all."""
     precision, layers = prices.precision, prices.profile.layers
     size = min(2, precision.element_bytes) if precision.mixed and not prices.runs else precision.element_bytes
     shards = 1 if prices.runs else len(stage.data_group)
@@ -70,10 +83,10 @@ def sharded_units(
         members = list(run)
         num: float = len(members) if block >= 0 else 1
         dense, experts = (size * part for part in prices.parameters(members, stage.tensor, stage.expert))
-        casts = prices.casts(members, (stage.tensor, stage.expert))
-        low = 1 + casts * (1 - size / 2) / max(1.0, dense + experts)  # of what is gathered, as it is read
         if once:
-            dense = max(0.0, dense - size * _known_before(prices, stage, members))
+            dense = max(0.0, dense - size * _known_before(prices, stage, members, apart))
+        casts = _gathered_casts(prices, stage, members, apart, once=once)
+        low = 1 + casts * (1 - size / LOW_BYTES) / max(1.0, dense + experts)  # of what is gathered, as it is read
         num_bytes = dense + experts
         if prices.runs:
             degree = stage.tensor * stage.expert
@@ -99,13 +112,43 @@ def sharded_units(
     return units
 
 
-def _known_before(prices: CostModel, stage: ChainStage, members: Sequence[int]) -> float:
-    """Elements of what some layers of a stage share with those before them."""
+def tied_gather(prices: CostModel, tie: Tie, group: Sequence[int], degree: int) -> float:
+    """Seconds to gather what layers of several stages share, of which each of a *group* has a stretch."""
+    size = LOW_BYTES if _all_cast(prices, tie, (degree, 1)) else prices.precision.element_bytes
+    return prices.over("all_gather", group, degree, tie[1] / degree * size)
+
+
+def _all_cast(prices: CostModel, tie: Tie, degrees: tuple[int, int]) -> bool:
+    """Whether all layers that share a parameter cast it."""
+    readers, shared = tie
+    kinds = {prices.profile.layers[layer] for layer in readers}
+    return all(prices.casts_of(kind, degrees) >= LOW_BYTES * shared / degrees[0] for kind in kinds)
+
+
+def _known_before(prices: CostModel, stage: ChainStage, members: Sequence[int], apart: Sequence[Tie]) -> float:
+    """Elements of what some layers of a stage share with those before them, or gather *apart*."""
     found = 0.0
     for readers, shared in prices.profile.tied:
-        here = [layer for layer in stage.layers if layer in readers]
-        found += shared / stage.tensor * sum(layer in here[1:] for layer in members)
+        first = next((layer for layer in stage.layers if layer in readers), None)
+        is_known = (readers, shared) in apart or first not in members
+        found += shared / stage.tensor if is_known and not set(readers).isdisjoint(members) else 0.0
     return found
+
+
+def _gathered_casts(
+    prices: CostModel, stage: ChainStage, members: Sequence[int], apart: Sequence[Tie], *, once: bool
+) -> float:
+    """Bytes of parameters of some layers of a stage that are gathered as casts: what layers share if all of them cast
+    it, in the first of them if it is gathered *once* a step."""
+    degrees = stage.tensor, stage.expert
+    found = prices.casts(members, degrees)
+    for readers, shared in prices.profile.tied if found else ():
+        size, kinds = LOW_BYTES * shared / stage.tensor, prices.profile.layers
+        own = sum(layer in members and prices.casts_of(kinds[layer], degrees) >= size for layer in readers)
+        first = next((layer for layer in stage.layers if layer in readers), None)
+        is_gathered = first in members and (readers, shared) not in apart if once else bool(own)
+        found -= size * (own - (is_gathered and _all_cast(prices, (readers, shared), degrees)))
+    return max(0.0, found)
 
 
 def _exchanged(prices: CostModel, stage: ChainStage, kind: str, dense: float, experts: float) -> float:

@@ -70,13 +70,22 @@ class PlanSums(PlanKinds):
                 yield Reduction(ranks=ranks, stages=own, bytes=size_after, seconds=after)
         for readers, shared in apart:
             owners = self._owners(readers)
-            degree = min(self.stages[index].tensor for index in owners)
-            group = tuple(rank for index in owners for rank in self.stages[index].data_group)
-            if prices.runs and self._are_unlike(owners):  # then it is whole on each rank, and all of them sum it
-                degree, group = 1, tuple(rank for index in owners for rank in self.stages[index].ranks)
-            seconds = prices.tied_sum(group, degree, shared / degree * size)
+            group, degree = self._tied_group(owners)
+            seconds = prices.tied_sum(group, degree, shared / degree * size, divided=self._divide(owners))
             ranks = tuple(kind.rank for index in owners for kind in self.kinds[index])
             yield Reduction(ranks=ranks, stages=owners, bytes=round(shared / degree * size), seconds=seconds)
+
+    def _tied_group(self, owners: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """The ranks that sum the gradient of what stages share, one of each tensor group, and the number of these
+        groups' devices."""
+        if self.prices.runs and self._are_unlike(owners):  # then it is whole on each rank, and all of them sum it
+            return tuple(rank for index in owners for rank in self.stages[index].ranks), 1
+        degree = min(self.stages[index].tensor for index in owners)
+        return tuple(rank for index in owners for rank in self.stages[index].data_group), degree
+
+    def _divide(self, owners: Sequence[int]) -> bool:
+        """Whether all stages that share something divide it."""
+        return self.prices.runs and all(self.stages[index].level for index in owners)
 
     def _sums(self, index: int, apart: Sequence[tuple[Sequence[int], float]]) -> list[_Sum]:
         """The sums of a stage's dense gradients and of those of its experts, over its replicas: those of the slowest of

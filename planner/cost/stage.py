@@ -26,6 +26,7 @@ from whale.planner.cost.memory import FRAGMENTATION, StateBytes, framework_bytes
 from whale.planner.cost.optimizers import Optimizer, costs_of
 from whale.planner.cost.overlap import Beside
 from whale.planner.cost.precision import executed, precision_named
+from whale.planner.cost.sharded import scattered_by
 from whale.planner.cost.stack import WHALE, Stack
 from whale.planner.cost.stage_cost import NOTHING, Hop, Memo, Shape, StageCost
 from whale.planner.cost.step import AGREED_BYTES, overlap_slowdown, step_overhead
@@ -389,12 +390,13 @@ class CostModel(DeviceGroups):
         message = self.message_bytes(ranks, num_bytes, degree, layers, divided=kind != "all_reduce")
         return num_bytes / message * self.over(kind, ranks, degree * beside, message)
 
-    def tied_sum(self, ranks: Sequence[int], degree: int, num_bytes: float) -> float:
+    def tied_sum(self, ranks: Sequence[int], degree: int, num_bytes: float, *, divided: bool) -> float:
         """Seconds to sum the gradient of a parameter over stages that share it: one message, beside *degree* - 1 like
-        it."""
+        it; to its owners where the ranks have *divided* it."""
+        kind = scattered_by(self.num_of_types) if divided else "all_reduce"
         if self.combines:
-            return self.all_reduce(ranks, degree, num_bytes)
-        return self.over("all_reduce", ranks, degree, num_bytes)
+            return self.all_reduce(ranks, degree, num_bytes, kind=kind)
+        return self.over(kind, ranks, degree, num_bytes)
 
     @property
     def combines(self) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from math import inf
-from operator import add
+from operator import add, sub
 from typing import NamedTuple, TypeVar
 
 from whale.errors import InfeasibleError
@@ -24,7 +24,7 @@ from whale.planner.schedules.in_flight import in_flight
 from whale.planner.search.mesh_costs import MeshCosts
 from whale.planner.search.space import Mesh, degrees_text
 from whale.planner.search.table import CostTable
-from whale.planner.search.tied_sums import with_tied_sums
+from whale.planner.search.tied_sums import late_by_ties, with_tied_sums
 from whale.planner.search.timing import pipeline_bound, pipeline_ends
 
 __all__ = [
@@ -189,7 +189,9 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
         late = [share * (own + hop) for own, hop in zip(backward, (*hops, 0.0), strict=True)]
         once = with_tied_sums(meshes, parts, once, late, rows, count)
     if meshes.gathers_once:
-        begins = [0.0, *accumulate(map(add, forward, hops))]
+        begins: Iterable[float] = [0.0, *accumulate(map(add, forward, hops))]
+        if meshes.tied and depth > 1:
+            begins = map(sub, begins, late_by_ties(meshes, parts))
         once = tuple(
             after + costs.late_in(first, last, begin)
             for after, costs, (_, first, last), begin in zip(once, every, parts, begins, strict=False)

@@ -84,7 +84,7 @@ class CostTable(ReplicaTable):
     _paces: dict[Any, Pace] = field(default_factory=dict, init=False)
     _work: dict[Any, Pace] = field(default_factory=dict, init=False)
     _likely_work: dict[Any, Pace] = field(default_factory=dict, init=False)
-    tied_sums: dict[Any, float] = field(default_factory=dict, init=False)
+    tied_sums: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False)
     fit_divisions: dict[tuple[int, ...], list[Division]] = field(default_factory=dict, init=False)
     any_meshes: list[tuple[tuple[int, ...], Mesh]] = field(default_factory=list, init=False)
 
@@ -634,6 +634,12 @@ class CostTable(ReplicaTable):
         """Seconds to sum the gradients of some elements over the replicas of a mesh, at the mean over all of its."""
         dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
         return float(self.gradient_sums(mesh).upto[-1] / (dense[-1] + experts[-1])) * elements
+
+    def gather_seconds(self, mesh: Mesh, elements: float) -> float:
+        """Seconds to gather some elements before the first forward likewise; 0 where replicas do not divide them."""
+        gathers = self.gradient_sums(mesh).gathers
+        dense, experts, *_ = self._parameters_of(mesh.tensor, mesh.expert)
+        return 0.0 if gathers is None else float(gathers[-1] / (dense[-1] + experts[-1])) * elements
 
     def dense_group(self, mesh: Mesh) -> tuple[int, ...]:
         """Ranks as those have them that sum what no experts are: of expert groups all devices."""

@@ -1,4 +1,4 @@
-"""Sums of the gradients of tied parameters over the stages that read them.
+"""Sums of the gradients of tied parameters over the stages that read them, and their gathers.
 
 Such a sum begins when the last of its stages has finished its last backward: the first in the pipeline, because
 backwards run from the last stage to the first. All of its stages update their parameters after it.
@@ -7,12 +7,12 @@ backwards run from the last stage to the first. All of its stages update their p
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from whale.planner.search.space import Mesh
 from whale.planner.search.table import MOST_SAMPLED, CostTable
 
-__all__ = ["with_tied_sums"]
+__all__ = ["late_by_ties", "with_tied_sums"]
 
 Placed = tuple[Mesh, tuple[int, ...]]
 """A mesh, and the position of its first device in each pool."""
@@ -38,14 +38,8 @@ def with_tied_sums(
         micro_batches: of a step.
     """
     found = list(once)
-    starts = [first for _, first, _ in stages]
-    for parts, elements in meshes.tied:
-        owners = sorted({bisect_right(starts, part) - 1 for part in parts})
-        if len(owners) < 2:
-            continue
-        # Devices are assigned in the order of the stages, so stages far apart are on different nodes.
-        where = tuple((stages[at][0], _devices_of(meshes, [mesh for mesh, *_ in stages[:at]])) for at in owners)
-        seconds, updates = _summed(meshes, where, elements), []
+    for where, elements, owners in _tied(meshes, stages):
+        (seconds, _), updates = _exchanged(meshes, where, elements), []
         for at in owners:
             mesh, first, last = stages[at]
             updates.append(meshes.costs(mesh, rows, micro_batches).update_in(first, last))
@@ -58,14 +52,38 @@ def with_tied_sums(
     return tuple(found)
 
 
+def late_by_ties(meshes: CostTable, stages: Sequence[tuple[Mesh, int, int]]) -> list[float]:
+    """Seconds by which the parameters of each stage are gathered later than by its replicas alone, because several
+    stages share and divide some of them; negative where not all of these divide them."""
+    found = [0.0] * len(stages)
+    for where, elements, owners in _tied(meshes, stages):
+        _, gather = _exchanged(meshes, where, elements)
+        for at, (mesh, _) in zip(owners, where, strict=True):
+            found[at] += gather - meshes.gather_seconds(mesh, elements / mesh.tensor)
+    return found
+
+
+def _tied(
+    meshes: CostTable, stages: Sequence[tuple[Mesh, int, int]]
+) -> Iterator[tuple[tuple[Placed, ...], float, list[int]]]:
+    """Find parameters that several of the stages share: where these are, the elements, and their positions."""
+    starts = [first for _, first, _ in stages]
+    for parts, elements in meshes.tied:
+        owners = sorted({bisect_right(starts, part) - 1 for part in parts})
+        if len(owners) > 1:
+            # Devices are assigned in the order of the stages, so stages far apart are on different nodes.
+            places = ((stages[at][0], _devices_of(meshes, [mesh for mesh, *_ in stages[:at]])) for at in owners)
+            yield tuple(places), elements, owners
+
+
 def _devices_of(meshes: CostTable, sequence: Sequence[Mesh]) -> tuple[int, ...]:
     """Devices of each pool that some meshes have."""
     return tuple(sum(mesh.counts[place] for mesh in sequence) for place in range(len(meshes.pools)))
 
 
-def _summed(meshes: CostTable, owners: tuple[Placed, ...], elements: float) -> float:
-    """Seconds of the sum of a tied parameter over stages on meshes that begin at positions of each pool. Where
-    these are not alike it is whole on every rank."""
+def _exchanged(meshes: CostTable, owners: tuple[Placed, ...], elements: float) -> tuple[float, float]:
+    """Seconds of the sum of a tied parameter over stages on meshes that begin at positions of each pool, and of its
+    gather before the first forward, if all of them divide it. Where these are not alike it is whole on every rank."""
     key = (owners, elements)
     if key not in meshes.tied_sums:
         first, _ = owners[0]
@@ -75,8 +93,10 @@ def _summed(meshes: CostTable, owners: tuple[Placed, ...], elements: float) -> f
         for mesh, begins in owners:
             for pool, count, begin in zip(meshes.pools, mesh.counts, begins, strict=True):
                 ranks += pool.ranks[begin : begin + count : step][:MOST_SAMPLED]
-        size = elements / degree * meshes.prices.gradient_bytes
-        meshes.tied_sums[key] = meshes.prices.tied_sum(ranks, degree, size)
+        prices, size = meshes.prices, elements / degree * meshes.prices.gradient_bytes
+        divided = bool(prices.runs and prices.stack.zero) and all(mesh.data > 1 for mesh, _ in owners)
+        gather = prices.over("all_gather", ranks, degree, size) if divided and meshes.gathers_once else 0.0
+        meshes.tied_sums[key] = prices.tied_sum(ranks, degree, size, divided=divided), gather
     return meshes.tied_sums[key]
 
 

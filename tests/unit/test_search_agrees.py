@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from whale.commands.plan_writer import PlanWriter
 from whale.compile.options import Options
 from whale.ir.cluster import Cluster, Link
 from whale.ir.profile import ModelProfile
+from whale.ir.state import StateSharding
 from whale.planner.catalog import device_types
 from whale.planner.cost.stage import CostModel
 from whale.planner.search import StageChoice
@@ -103,6 +104,41 @@ def test_partial_plans_take_as_long_as_plans_whose_replicas_divide_states(
             told.append((partial.timed.seconds, whole.prediction.step_seconds))
         assert told[1][0] == pytest.approx(told[1][1], rel=0.08), (sequence, count)
         assert told[1][0] <= told[0][0] * (1 + 1e-9) or told[1][1] > told[0][1]
+
+
+@pytest.fixture(scope="module")
+def t5() -> tuple[CandidateCompiler, ModelProfile]:
+    sizes = {"layers": 1, "hidden": 256, "heads": 4, "seq": 64, "vocab": 32128}
+    loaded = load_model(str(EXAMPLES / "t5.py:t5"), sizes, batch_size=BATCH, device="meta")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1,), precision="bf16", name="t5")
+    options = Options(precision="bf16")
+    return CandidateCompiler(loaded.model, loaded.batch, name="t5", options=options), profile
+
+
+@pytest.mark.parametrize("replicas", [(4,), (2, 2), (3, 1)])
+@pytest.mark.parametrize("name", ["gpt", "t5"])
+def test_what_layers_share_is_divided_with_their_state(
+    name: str, replicas: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    """Layers of one stage, of several that divide it, and of one that does not; it is most of the T5."""
+    trial, profile = request.getfixturevalue(name)
+    network = Link(bandwidth=1.25e8, latency=1.5e-5)
+    cluster = Cluster.homogeneous(4, A100, num_devices_per_node=2, intra=A100.intra_node, inter=network)
+    prices, num = CostModel.of(profile, cluster, precision=trial.precision, batch=BATCH), len(profile.layers)
+    middle = next(index for index in range(num // 2, num) if profile.paths[index])
+    cuts = (0, num) if len(replicas) == 1 else (0, middle, num)
+    meshes = [
+        Mesh(first, last, tuple(range(sum(replicas[:at]), sum(replicas[: at + 1]))), replicas[at], 1)
+        for at, (first, last) in enumerate(pairwise(cuts))
+    ]
+    stages = []
+    for mesh in meshes:
+        each, more = divmod(BATCH // 2, mesh.data)
+        rows = tuple(each + (place < more) for place in range(mesh.data))
+        stages.append(StageChoice(**mesh._asdict(), rows=rows, state=StateSharding(1)))
+    candidate = score(prices, stages, micro_batches=2, batch=BATCH)
+    compiled = PlanWriter(profile, cluster, BATCH, trial).compiled(candidate, trial)
+    assert candidate.prediction.step_seconds == pytest.approx(compiled.prediction.step_seconds, rel=0.1)
 
 
 def test_what_layers_share_is_gathered_once_under_autocast(gpt: tuple[CandidateCompiler, ModelProfile]) -> None:
