@@ -141,6 +141,20 @@ def test_what_layers_share_is_divided_with_their_state(
     assert candidate.prediction.step_seconds == pytest.approx(compiled.prediction.step_seconds, rel=0.1)
 
 
+def test_an_optimizer_steps_with_all_that_no_other_rank_has(gpt: tuple[CandidateCompiler, ModelProfile]) -> None:
+    """One replica: its devices divide the state of norms, which all of them have, and of nothing else."""
+    trial, profile = gpt
+    cluster = Cluster.homogeneous(2, V100, num_devices_per_node=2, intra=V100.intra_node, inter=None)
+    prices = CostModel.of(profile, cluster, precision="fp32", batch=BATCH)
+    stage = StageChoice(**Mesh(0, len(profile.layers), (0, 1), 1, 2)._asdict(), rows=(BATCH,))
+    plan = PlanWriter(profile, cluster, BATCH, trial).written(score(prices, [stage], micro_batches=1, batch=BATCH)).plan
+    updates = []
+    for options in (Options(), Options(state=StateSharding(1))):
+        own = CandidateCompiler(trial.model, trial.batch, name="gpt", options=options)
+        updates.append(max(own.predict(plan, profile, cluster)[1].update))
+    assert updates[1] == pytest.approx(updates[0], rel=0.01)
+
+
 def test_what_layers_share_is_gathered_once_under_autocast(gpt: tuple[CandidateCompiler, ModelProfile]) -> None:
     """The layer that reads it last has nothing to gather, and casts all the same."""
     loaded = load_model(

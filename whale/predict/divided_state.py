@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 from whale.compile.compilation import Compilation
+from whale.graph.values import has_sparse_gradient, needs_grad, value_tensor
 from whale.ir.cluster import Cluster
 from whale.ir.program import ReduceSpec
 from whale.ir.workload import StageWork
@@ -65,6 +67,7 @@ class DividedState:
         buckets, gathered = [], gathered_bytes(compilation)
         copies, owned = copies_to_hosts(compilation, costs.cluster), owned_elements(compilation)
         whole: dict[tuple[int, int], tuple[float, float]] = {}
+        stages = {stage.index: stage for stage in compilation.stages}
         triples = zip(compilation.reduces, compilation.bucket_parameters, sizes, strict=True)
         for spec, names, size in triples:
             own = dict.fromkeys(spec.ranks, 1.0)
@@ -79,9 +82,14 @@ class DividedState:
                 buckets.append(_Bucket(spec, names, size, gather, reduce if spec.each else 0.0))
                 stretches = zip(spec.ranks, pairwise(spec.bounds), strict=True)
                 own = {rank: (last - first) / max(1, spec.bounds[-1]) for rank, (first, last) in stretches}
-            for rank, share in own.items():
-                before = whole.get((spec.stages[0], rank), (0.0, 0.0))
-                whole[spec.stages[0], rank] = before[0] + size, before[1] + size * share
+            for stage in (stages[index] for index in spec.stages):
+                for rank, share in ((rank, own[rank]) for rank in stage.mesh.ranks if rank in own):
+                    before = whole.get((stage.index, rank), (0.0, 0.0))
+                    whole[stage.index, rank] = before[0] + size, before[1] + size * share
+        for stage in stages.values() if buckets else ():
+            for rank, size in _bytes_without_sum(compilation, stage):
+                before = whole.get((stage.index, rank), (0.0, 0.0))
+                whole[stage.index, rank] = before[0] + size, before[1] + size
         gathers = [spec.index for spec in compilation.gathers]
         return cls(costs=costs, buckets=buckets, gathers=gathers, whole=whole)
 
@@ -202,6 +210,25 @@ class DividedState:
         sums = [sum(own[way] for own in found) for way in (0, 1)]
         even = 1 / len(buckets) if buckets else 0.0
         return [(own[0] / sums[0] if sums[0] else even, own[1] / sums[1] if sums[1] else even) for own in found]
+
+
+def _bytes_without_sum(compilation: Compilation, stage: PlacedStage) -> Iterator[tuple[int, int]]:
+    """Find bytes of trained parameters of a stage on each of its ranks that are in no bucket, because no other rank
+    has them."""
+    buckets = zip(compilation.reduces, compilation.bucket_parameters, strict=True)
+    summed = {name for spec, names in buckets if stage.index in spec.stages for name in names}
+    alone = [
+        (value, placements)
+        for value, placements in stage.stored.items()
+        if value[0].name in compilation.captured.parameters
+        and needs_grad(value)
+        and not has_sparse_gradient(value)
+        and compilation.parameter_name(value) not in summed
+    ]
+    for rank in stage.mesh.ranks if alone else ():
+        at = (0, *stage.mesh.coordinates(rank))
+        shapes = ((value_tensor(value).dtype, stage.layout.local_shape(value, p, at)) for value, p in alone)
+        yield rank, sum(dtype.itemsize * prod(shape) for dtype, shape in shapes)
 
 
 def owned_elements(compilation: Compilation) -> Owned:
