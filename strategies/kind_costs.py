@@ -240,8 +240,10 @@ class KindCosts:
         group: dict[tuple[int, ...], _Group] = dict.fromkeys(lines, inside)
         group |= dict.fromkeys(lines[: int(context > 1)], "context")
         saved = self._saved([t.kept for t in traces], regions, sent=sent)
-        shares = (1.0, 1.0) if experts or context > 1 else first.held_shares(self.kind, degree)
-        received_share, sent_share = shares
+        shares, of_row = (1.0, 1.0), (1.0, 1.0)
+        if not experts and context == 1:
+            shares = first.held_shares(self.kind, degree)
+            of_row = first.held_shares(self.kind, degree, of_row=True)
         working, rules = self._working([t.alive for t in traces], saved), self._under_rules(again, sent=sent)
         if copied := self._copied((degree, experts, context)):
             saved += (Saved(origin="part of the batch", size=copied),)
@@ -266,8 +268,10 @@ class KindCosts:
             sizes=sizes,
             sparse=self._sparse(stage),
             rules=rules,
-            received_share=received_share,
-            sent_share=sent_share,
+            received_share=shares[0],
+            sent_share=shares[1],
+            received_share_of_row=of_row[0] if of_row != shares else None,
+            sent_share_of_row=of_row[1] if of_row != shares else None,
         )
 
     def _sparse(self, stage: PlacedStage) -> tuple[SparseParameter, ...]:

@@ -229,12 +229,12 @@ class LayeredModel:
     def _fits(self, cut: Placement, value: Value) -> bool:
         return cut.dim < len(value_shape(value)) and self.analysis.shardable(value, cut.factor, cut.dim)
 
-    def held_shares(self, kind: int, degree: int) -> tuple[float, float]:
+    def held_shares(self, kind: int, degree: int, *, of_row: bool = False) -> tuple[float, float]:
         """The parts of what a kind of layer receives from the layers before, and of what it hands on, that each of
-        *degree* devices has where it is the first, or the last, of a stage."""
+        *degree* devices has where it is the first, or the last, of a stage; *of_row*: of a micro-batch of one row."""
         if degree == 1:
             return 1.0, 1.0
-        rows = -(-max(self.rows) // degree) * degree  # few, or some that cannot be divided, would be sent whole
+        rows = 1 if of_row else -(-max(self.rows) // degree) * degree
         first, last = self._place_end(kind, degree, rows, "first"), self._place_end(kind, degree, rows, "last")
         return _held({value: first.stored[value] for value in first.received}, degree), _held(last.sent, degree)
 

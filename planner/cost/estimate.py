@@ -75,7 +75,7 @@ def estimate(
         ]
         plan = PlanCost.of_stages(stages.prices, own, layout.num_micro_batches, schedule)
     workload = plan.workload()
-    prediction = plan.prediction(workload, configuration.batch)
+    prediction = plan.prediction(workload, configuration.batch, of_one=True)
     return Estimate(
         prediction=prediction,
         layout=layout,

@@ -431,12 +431,16 @@ class LayerCosts:
         """Whether a kind of layer has parameters whose update depends on the rows of a micro-batch."""
         return any(variant.sparse for variant in self.profile.kinds[index].variants)
 
-    def held_shares(self, last: int, tensor: int, first: int, next_tensor: int) -> tuple[float, float]:
+    def held_shares(self, last: int, tensor: int, first: int, next_tensor: int, rows: float) -> tuple[float, float]:
         """The parts of what a kind of layer hands on that a device of its stage has, which ends with it, and of a stage
-        of another tensor degree, which begins with the kind *first*."""
-        kinds = self.profile.kinds
-        sent = variant_of(kinds[last], tensor).sent_share if kinds[last].variants else 1.0
-        received = variant_of(kinds[first], next_tensor).received_share if kinds[first].variants else 1.0
+        of another tensor degree, which begins with the kind *first*; their replicas have up to *rows* rows."""
+        kinds, sent, received = self.profile.kinds, 1.0, 1.0
+        if kinds[last].variants:
+            own = variant_of(kinds[last], tensor)
+            sent = (own.sent_share_of_row if rows < tensor else None) or own.sent_share
+        if kinds[first].variants:
+            own = variant_of(kinds[first], next_tensor)
+            received = (own.received_share_of_row if rows < next_tensor else None) or own.received_share
         return sent, received
 
     def state(self, parameters: float, frozen: float = 0.0, *, shards: float = 1, zero: int = 0) -> StateBytes:

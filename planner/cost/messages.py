@@ -177,8 +177,8 @@ def _with_whom(messages: Iterable[_Message]) -> dict[int, set[int]]:
 
 
 def _held_shares(prices: CostModel, here: ChainStage, there: ChainStage) -> tuple[float, float]:
-    layers = prices.profile.layers
-    return prices.held_shares(layers[here.last - 1], here.tensor, layers[there.first], there.tensor)
+    layers, rows = prices.profile.layers, max(*here.rows, *there.rows)
+    return prices.held_shares(layers[here.last - 1], here.tensor, layers[there.first], there.tensor, rows)
 
 
 def _messages(

@@ -28,10 +28,11 @@ __all__ = ["PlanCost"]
 class PlanCost(PlanSums, PlanMemory):
     """A plan with its prediction."""
 
-    def prediction(self, workload: Workload, batch: float) -> Prediction:
-        """The prediction of a step of *batch* rows, by its *workload*."""
+    def prediction(self, workload: Workload, batch: float, *, of_one: bool = False) -> Prediction:
+        """The prediction of a step of *batch* rows, by its *workload*; *of_one*: of a plan that is not compared with
+        many others."""
         return step(
-            timing_of(workload),
+            timing_of(workload, of_one=of_one),
             devices=self.prices.num_of_types,
             precision=self.prices.precision,
             flops=3 * batch * self.prices.flops,

@@ -14,7 +14,7 @@ from whale.ir.cluster import DeviceType
 from whale.ir.workload import DeviceMemory, NodeMemory, Prediction, Workload
 from whale.planner.cost.precision import Precision
 from whale.planner.cost.silicon import silicon_of
-from whale.planner.simulation.recurrence import Timing, long_timing
+from whale.planner.simulation.recurrence import Timing, long_timing, settled_counts, settled_timing
 from whale.planner.simulation.simulate import simulate
 
 __all__ = ["AGREED_BYTES", "overlap_slowdown", "relative_error", "step", "step_overhead", "timing_of"]
@@ -49,8 +49,11 @@ CPU_OVERLAP_SLOWDOWN = 0.5
 1 Gbit/s is 8 ns, so on a quarter of a core computation beside it takes half as long again
 (benchmarks/testbed_noise.py)."""
 
-MOST_TASKS = 100
-"""Steps of more tasks are not simulated event by event."""
+MOST_TASKS = 400
+"""Steps of more tasks are not simulated event by event where many plans are compared."""
+
+MOST_TASKS_OF_ONE = 20_000
+"""The same of a single plan: half a second."""
 
 
 def step(
@@ -97,13 +100,16 @@ def step(
     )
 
 
-def timing_of(workload: Workload) -> Timing:
-    """Return how long a step takes: by the simulator, or if it has many tasks by the recurrence that leads to the
-    same."""
-    ranks = sum(len(stage.ranks) for stage in workload.stages)
-    if 2 * ranks * workload.micro_batches > MOST_TASKS:
-        return long_timing(workload)
-    return Timing.of(simulate(workload))
+def timing_of(workload: Workload, *, of_one: bool = False) -> Timing:
+    """Return how long a step takes: by the simulator, if it has many tasks by that of two shorter ones, and if these
+    have too by the recurrence that leads to the same where messages are no bottleneck. *of_one*: of a plan that is not
+    compared with many others."""
+    ranks, most = sum(len(stage.ranks) for stage in workload.stages), MOST_TASKS_OF_ONE if of_one else MOST_TASKS
+    if 2 * ranks * workload.micro_batches <= most:
+        return Timing.of(simulate(workload))
+    if 2 * ranks * sum(settled_counts(workload)) <= most:
+        return settled_timing(workload)
+    return long_timing(workload)
 
 
 def step_overhead(device_types: Iterable[DeviceType], agreeing: float = 0.0) -> float:

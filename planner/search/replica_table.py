@@ -49,7 +49,7 @@ class ReplicaTable(MeshSpace):
     _commonest_held: dict[tuple[Mesh, int, int], list[int]] = field(default_factory=dict, init=False)
     _targets: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict, init=False)
     _handed_bytes: dict[tuple[tuple[int, int], tuple[int, int], int], float] = field(default_factory=dict, init=False)
-    _held_shares: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict, init=False)
+    _held_shares: dict[tuple[int, int, float], tuple[Array, Array]] = field(default_factory=dict, init=False)
     _lists: dict[Any, list[list[float]]] = field(default_factory=dict, init=False)
     _nums: dict[tuple[int, int], list[float]] = field(default_factory=dict, init=False)
     _sizes: dict[float, Array] = field(default_factory=dict, init=False)
@@ -354,16 +354,16 @@ class ReplicaTable(MeshSpace):
             hop = prices.hop(group.ranks, target, group, size, whole)
         return 2 * hop.latency, size / hop.bandwidth
 
-    def held_shares(self, tensor: int, next_tensor: int) -> tuple[Array, Array]:
+    def held_shares(self, tensor: int, next_tensor: int, rows: float) -> tuple[Array, Array]:
         """For each end of a stage the part of what it hands on that a device has, and one of the next stage, by their
-        tensor degrees."""
-        key = tensor, next_tensor
+        tensor degrees; replicas have up to *rows* rows."""
+        key = tensor, next_tensor, min(rows, max(tensor, next_tensor))
         if key not in self._held_shares:
             starts, last_layers = self._ends
             shares = np.ones((2, len(self.chain) + 1))
             if self.prices.exchanges:
                 layers = zip(last_layers.tolist(), self._layers[starts[1:]].tolist(), strict=True)
-                each = [self.prices.held_shares(last, tensor, first, next_tensor) for last, first in layers]
+                each = [self.prices.held_shares(last, tensor, first, next_tensor, rows) for last, first in layers]
                 shares[:, 1:-1] = np.array(each).reshape(-1, 2).T
             self._held_shares[key] = shares[0], shares[1]
         return self._held_shares[key]

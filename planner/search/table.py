@@ -74,7 +74,7 @@ class CostTable(ReplicaTable):
     _firsts: dict[Any, int] = field(default_factory=dict, init=False)
     _hops: dict[Any, tuple[list[float], list[float]]] = field(default_factory=dict, init=False)
     _loads: dict[tuple[int, Mesh], float] = field(default_factory=dict, init=False)
-    _hop_factors: dict[tuple[int, Mesh], tuple[float, float]] = field(default_factory=dict, init=False)
+    _hop_factors: dict[tuple[int, int, Mesh], tuple[float, float]] = field(default_factory=dict, init=False)
     _seconds: dict[Any, float] = field(default_factory=dict, init=False)
     _near: dict[tuple[Mesh, ...], list[bool]] = field(default_factory=dict, init=False)
     _overheads: dict[tuple[int, ...], float] = field(default_factory=dict, init=False)
@@ -293,7 +293,7 @@ class CostTable(ReplicaTable):
             if count
         ]
         link, used = min(ways, key=lambda way: way[0].bandwidth * way[1])
-        shares = self.held_shares(source.tensor, target.tensor)
+        shares = self.held_shares(source.tensor, target.tensor, rows / min(source.data, target.data))
         sent = self._handed(rows) / (link.bandwidth * used * inter_node_kind(link).efficiency)
         latency = max(way.latency for way, _ in ways)
         return 2 * latency, sent * (shares[1] * target.tensor + shares[0] * source.tensor)
@@ -308,7 +308,7 @@ class CostTable(ReplicaTable):
         much as all devices of the node.
         """
         source, target = ends
-        shares = self.held_shares(source.group.tensor, target.group.tensor)
+        shares = self.held_shares(source.group.tensor, target.group.tensor, max(source.rows, target.rows))
         parts = [min(1.0, common / max(1, own.rows)) for own in ends]
         ratio = target.group.tensor / source.group.tensor if self.prices.exchanges else 1.0
         if near:  # each device sends and receives on its own
@@ -326,18 +326,19 @@ class CostTable(ReplicaTable):
 
     def _hop(self, replica: ReplicaCosts, mesh: Mesh) -> Array:
         """`hops` between alike stages."""
-        shares = sum(self.held_shares(mesh.tensor, mesh.tensor))
+        shares = sum(self.held_shares(mesh.tensor, mesh.tensor, replica.rows))
         if self._lies_inside(mesh):
             return replica.near_latency + shares * replica.near_alone
         return replica.latency + shares * self._load(replica.group, mesh) * replica.alone
 
-    def _hop_of_commonest(self, group: TensorGroup, sent: Sequence[float], mesh: Mesh) -> float:
+    def _hop_of_commonest(self, group: TensorGroup, rows: int, sent: Sequence[float], mesh: Mesh) -> float:
         """`_hop` after the commonest part, by the latency and the rest of a way that `_sends_of_commonest` gives."""
-        key = (group.kind, mesh)
+        rows = min(rows, mesh.tensor)
+        key = (group.kind, rows, mesh)
         factors = self._hop_factors.get(key)
         if factors is None:
             end, _ = self._end_of_commonest
-            share = sum(float(shares[end]) for shares in self.held_shares(mesh.tensor, mesh.tensor))
+            share = sum(float(shares[end]) for shares in self.held_shares(mesh.tensor, mesh.tensor, rows))
             factors = self._hop_factors[key] = share, 1.0 if self._lies_inside(mesh) else self._load(group, mesh)
         return sent[0] + factors[0] * factors[1] * sent[1]
 
@@ -464,7 +465,7 @@ class CostTable(ReplicaTable):
         for mesh in mixed:
             own = list(islice(found, len(self.sample(mesh)[0])))
             speed = sum(num * share / max(chain, 1e-12) for (_, share, num), chain, _, _ in own)
-            hop = max(self._hop_of_commonest(group, sent, mesh) for (group, _, _), *_, sent in own)
+            hop = max(self._hop_of_commonest(group, share, sent, mesh) for (group, share, _), *_, sent in own)
             self._likely_work[mesh, rows, micro_batches] = Pace(rows / speed, min(part for _, _, part, _ in own), hop)
 
     def work(self, mesh: Mesh, rows: int, micro_batches: int) -> Pace:
@@ -494,7 +495,7 @@ class CostTable(ReplicaTable):
         sends = zip(*(self._sends_of_commonest(every, way) for way in (FAR, NEAR)), strict=True)
         for mesh, own, chain, part in zip(new, shares, *times, strict=True):
             inside = self._lies_inside(mesh)
-            hops = [self._hop_of_commonest(group, next(sends)[inside], mesh) for group, _ in own]
+            hops = [self._hop_of_commonest(group, share, next(sends)[inside], mesh) for group, share in own]
             self._work[mesh, rows, micro_batches] = Pace(chain, part, max(hops))
 
     def _times_of(self, seconds: Array) -> tuple[list[float], list[float]]:

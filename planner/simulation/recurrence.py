@@ -23,7 +23,7 @@ from whale.ir.workload import Reduction, Workload
 from whale.planner.simulation.simulate import simulate
 from whale.planner.simulation.timeline import Timeline, busiest
 
-__all__ = ["SETTLING", "Slot", "Timing", "long_timing", "slots_of"]
+__all__ = ["SETTLING", "Slot", "Timing", "long_timing", "settled_counts", "settled_timing", "slots_of"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -103,18 +103,32 @@ def long_timing(workload: Workload) -> Timing:
     """Return how long a step takes, in a time that hardly grows with its micro-batches.
 
     ``gpipe`` and ``1f1b`` whose ranks have one stage each, which reads what it receives first, go by a recurrence over
-    all ranks of a slot at once, in O(stages) slots at most. For others two short steps are simulated and extrapolated.
+    all ranks of a slot at once, in O(stages) slots at most; others by `settled_timing`.
     """
     depth, count = len(workload.stages), workload.micro_batches
     ranks = [rank for stage in workload.stages for rank in stage.ranks]
     is_chain = len(set(ranks)) == len(ranks) and not any(stage.own for stage in workload.stages)
     if workload.schedule in ("gpipe", "1f1b") and is_chain:
         return _Pass(workload, min(count, depth + 2 * SETTLING)).step()
+    return settled_timing(workload)
+
+
+def settled_counts(workload: Workload) -> tuple[int, int]:
+    """Return two numbers of micro-batches from which `settled_timing` extrapolates: the pipeline has settled in the
+    smaller one, and what follows repeats itself in the larger one."""
+    depth, count = len(workload.stages), workload.micro_batches
     num_sets = len({stage.ranks for stage in workload.stages})
+    if num_sets == depth:
+        return depth + SETTLING, depth + 2 * SETTLING
     first = count % num_sets + num_sets * max(SETTLED_TURNS, -(-2 * SETTLING // num_sets))
-    if count <= first + num_sets:
-        return Timing.of(simulate(workload))
-    return _extrapolated(workload, first, first + num_sets)
+    return first, first + num_sets
+
+
+def settled_timing(workload: Workload) -> Timing:
+    """Return how long a step takes by two shorter ones that are simulated, for any schedule and with messages that wait
+    for each other."""
+    first, second = settled_counts(workload)
+    return Timing.of(simulate(workload)) if workload.micro_batches <= second else _extrapolated(workload, first, second)
 
 
 def _extrapolated(workload: Workload, first: int, second: int) -> Timing:

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from whale.ir.workload import Boundary, LinkTime, Reduction, StageWork, Transfer, Workload
-from whale.planner.simulation.recurrence import Timing, long_timing
+from whale.planner.cost.step import timing_of
+from whale.planner.simulation.recurrence import Timing, long_timing, settled_counts, settled_timing
 from whale.planner.simulation.simulate import simulate
 
 
@@ -130,4 +131,23 @@ def test_messages_of_several_boundaries_that_share_an_adapter_take_turns(
     workload = alone.model_copy(update={"boundaries": tuple(boundaries), "links": links})
     timing, whole = long_timing(workload), Timing.of(simulate(workload))
     assert timing.seconds == pytest.approx(whole.seconds, rel=off)
+    assert sum(timing.breakdown.values()) == pytest.approx(timing.seconds)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("message", [0.2, 1.0, 3.0])
+def test_a_single_plan_is_timed_with_messages_that_wait_for_each_other(schedule: str, message: float) -> None:
+    """A stage receives from both sides through one adapter, and sends to both; 60 micro-batches are more than are
+    simulated."""
+    alone = pipeline(3, schedule, ranks=4, micro_batches=60)
+    links = tuple(
+        LinkTime(source=a, target=b, latency=1e-3, bandwidth=1 / message, resources=(f"{a} out", f"{b} in"))
+        for here in range(3)
+        for a, b in ((here, here + 1), (here + 1, here))
+    )
+    workload = alone.model_copy(update={"links": links})
+    timing, whole = settled_timing(workload), Timing.of(simulate(workload))
+    assert sum(settled_counts(workload)) < 60
+    assert timing.seconds == pytest.approx(whole.seconds, rel=0.005)
+    assert timing_of(workload, of_one=True).seconds == pytest.approx(whole.seconds, rel=1e-9)
     assert sum(timing.breakdown.values()) == pytest.approx(timing.seconds)

@@ -173,13 +173,13 @@ def test_what_layers_share_is_gathered_once_under_autocast(gpt: tuple[CandidateC
 
 
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)])
-def test_what_devices_divide_is_sent_in_parts(degrees: tuple[int, int]) -> None:
-    """Micro-batches have an even number of rows; those that are profiled have an odd one too."""
+@pytest.mark.parametrize("batch", [52, 2])
+def test_what_devices_divide_is_sent_in_parts(degrees: tuple[int, int], batch: int) -> None:
+    """Micro-batches have an even number of rows, and those that are profiled an odd one too; or a single row."""
     sizes = {
         "hidden_size": 2560, "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 1,
         "intermediate_size": 5120, "sequence_length": 512,
     }  # fmt: skip
-    batch = 52
     loaded = load_model("hf:llama", sizes, batch_size=batch, device="meta")
     trial = CandidateCompiler(loaded.model, loaded.batch, name="llama")
     profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), name="llama", captured=trial.captured)
