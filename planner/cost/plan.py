@@ -115,7 +115,7 @@ class PlanCost(PlanSums, PlanMemory):
             divides, is_apart = self._divide(owners), self._is_apart(tie[0])
             apart += [tie] if is_apart or not divides else []
             if is_apart and divides and not {index, *alike}.isdisjoint(owners):
-                before += tied_gather(prices, tie, *self._tied_group(owners))
+                before += tied_gather(prices, stage, tie, *self._tied_group(owners))
         units = sharded_units(ruled(prices, stage), stage, kind, self.micro_batches, once=True, apart=apart)
         before += sum(
             unit.num * unit.gather

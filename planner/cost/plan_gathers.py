@@ -112,9 +112,10 @@ def sharded_units(
     return units
 
 
-def tied_gather(prices: CostModel, tie: Tie, group: Sequence[int], degree: int) -> float:
-    """Seconds to gather what layers of several stages share, of which each of a *group* has a stretch."""
-    size = LOW_BYTES if _all_cast(prices, tie, (degree, 1)) else prices.precision.element_bytes
+def tied_gather(prices: CostModel, stage: ChainStage, tie: Tie, group: Sequence[int], degree: int) -> float:
+    """Seconds to gather what layers of a stage and of others share, of which each of a *group* has a stretch, beside
+    *degree* - 1 like it."""
+    size = LOW_BYTES if _all_cast(prices, tie, (stage.tensor, stage.expert)) else prices.precision.element_bytes
     return prices.over("all_gather", group, degree, tie[1] / degree * size)
 
 
