@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -72,8 +72,21 @@ NOTHING_SPLIT = ExpertSplit((".",))
 MEGATRON = Prices(reduce_scatter=1.0)
 """Prices under which sums stay all-reduces, which the cost model rewrites for sequence parallelism."""
 
+MANY_ROWS = 16
+"""Rows of a micro-batch for each device of a group for which it is found out what stages hand on: as many as make
+messages matter."""
+
 MOST_CUT = 0.5
 """Part of a model's operators that a cut along a dim of the batch divides, at least."""
+
+
+class Held(NamedTuple):
+    """The parts of what a layer receives, and of what it hands on, that each device of a group has at the ends of a
+    stage: with micro-batches of many rows, of a single one, and the rows since which it is as with many."""
+
+    many: tuple[float, float]
+    of_row: tuple[float, float]
+    since: int
 
 
 @dataclass(kw_only=True)
@@ -91,7 +104,7 @@ class LayeredModel:
     traces: dict[Hashable, Any] = field(default_factory=dict)
     _placed: dict[tuple[int, int, ExpertSplit, int], PlacedStage] = field(default_factory=dict)
     _between: dict[tuple[int, int, int], PlacedStage] = field(default_factory=dict)
-    _ends: dict[tuple[int, int, int, Literal["first", "last"]], PlacedStage] = field(default_factory=dict)
+    _forms: dict[tuple[int, int, int, Placement], PlacedStage] = field(default_factory=dict)
 
     @property
     def captured(self) -> Captured:
@@ -185,58 +198,97 @@ class LayeredModel:
         if key not in self._between and self.like is not None:
             self._between[key] = _translated(self.like.place_between(*key), self.like, self)
         elif key not in self._between:
-            base = self._problem(kind, degree)
-            problem = replace(base, fixed=self._shared(kind, degree), rows=(rows,) * len(self.rows))
-            stage = self._in_a_chain(problem, self._solved(problem, Prices()))
+            stage = self._in_a_chain(kind, degree, rows)
             self._between[key] = replace(stage, layout=Layout(self.analysis, layout_axes(stage.mesh, self.rows)))
         return self._between[key]
 
-    def _place_end(self, kind: int, degree: int, rows: int, end: Literal["first", "last"]) -> PlacedStage:
-        """The same as the *first* or *last* of a stage: what comes in, or leaves, has the form that costs least."""
-        key = (kind, degree, rows, end)
-        if key not in self._ends and self.like is not None:
-            self._ends[key] = _translated(self.like._place_end(*key), self.like, self)
-        elif key not in self._ends:
-            stage = self.place_between(kind, degree, rows)
-            problem = replace(self._problem(kind, degree), rows=(rows,) * len(self.rows))
-            fixed, leaving = self._shared(kind, degree), {}
-            if end == "first":
-                leaving = {value: (REPLICATE, *placements[1:]) for value, placements in stage.sent.items()}
-            else:
-                fixed |= {value: (REPLICATE, *stage.stored[value][1:]) for value in stage.received}
-            found = self._solved(replace(problem, fixed=fixed, leaving=leaving), Prices())
-            self._ends[key] = replace(found, layout=Layout(self.analysis, layout_axes(found.mesh, self.rows)))
-        return self._ends[key]
-
-    def _in_a_chain(self, problem: StageProblem, free: PlacedStage) -> PlacedStage:
+    def _in_a_chain(self, kind: int, degree: int, rows: int) -> PlacedStage:
         """A layer whose values come in the form in which they leave, the one that costs least, so that it can follow
-        itself; *free* where it cannot."""
-        graph = problem.task_graph
+        itself; in any form where it cannot."""
+        free = self._solved(self._inside(kind, degree, rows), Prices())
+        if (through := self._through(kind)) is None:
+            return free
+        entering, leaving = through
+        seen = dict.fromkeys((free.stored[entering][1], free.sent[leaving][1]))
+        cuts = [p for p in seen if p.kind == "S" and self._fits(p, entering) and self._fits(p, leaving)]
+        chains = [self._with_form(kind, degree, rows, form) for form in (REPLICATE_PARTIAL, *cuts)]
+        return min(chains, key=lambda stage: stage.price)
+
+    def _inside(self, kind: int, degree: int, rows: int) -> StageProblem:
+        """A kind of layer as a stage, with micro-batches of *rows* rows and in any form."""
+        problem = self._problem(kind, degree)
+        return replace(problem, fixed=self._shared(kind, degree), rows=(rows,) * len(self.rows))
+
+    def _through(self, kind: int) -> tuple[Value, Value] | None:
+        """The values that come into a kind of layer and leave it, if there is one of each and they look alike."""
+        graph = self.chain.partition.stages[kind]
         looks = {v: (value_shape(v), value_tensor(v).dtype) for v in (*graph.received, *graph.sent)}
         pairs = [(v, [r for r in graph.received if looks[r] == looks[v]]) for v in graph.sent]
         if len(pairs) != 1 or len(pairs[0][1]) != 1:
-            return free
-        leaving, (entering,) = pairs[0]
-        seen = dict.fromkeys((free.stored[entering][1], free.sent[leaving][1]))
-        cuts = [p for p in seen if p.kind == "S" and self._fits(p, entering) and self._fits(p, leaving)]
-        chains = []
-        for form in (REPLICATE_PARTIAL, *cuts):
+            return None
+        return pairs[0][1][0], pairs[0][0]
+
+    def _with_form(self, kind: int, degree: int, rows: int, form: Placement) -> PlacedStage:
+        """A layer that receives and hands on a form, and nothing else."""
+        key = (kind, degree, rows, form)
+        through = self._through(kind)
+        assert through is not None
+        if key not in self._forms:
+            problem, (entering, leaving) = self._inside(kind, degree, rows), through
             there = {**problem.leaving, leaving: (REPLICATE, form)}
             fixed = {**problem.fixed, entering: (REPLICATE, form)}
-            chains.append(self._solved(replace(problem, fixed=fixed, leaving=there), Prices()))
-        return min(chains, key=lambda stage: stage.price)
+            self._forms[key] = self._solved(replace(problem, fixed=fixed, leaving=there), Prices())
+        return self._forms[key]
+
+    def _place_end(self, kind: int, degree: int, rows: int, end: Literal["first", "last"]) -> PlacedStage:
+        """The same as the *first* or *last* of a stage: what comes in, or leaves, has the form that costs least."""
+        stage, problem = self.place_between(kind, degree, rows), self._inside(kind, degree, rows)
+        leaving: dict[Value, Placements] = {}
+        fixed = dict(problem.fixed)
+        if end == "first":
+            leaving = {value: (REPLICATE, *placements[1:]) for value, placements in stage.sent.items()}
+        else:
+            fixed |= {value: (REPLICATE, *stage.stored[value][1:]) for value in stage.received}
+        return self._solved(replace(problem, fixed=fixed, leaving=leaving), Prices())
 
     def _fits(self, cut: Placement, value: Value) -> bool:
         return cut.dim < len(value_shape(value)) and self.analysis.shardable(value, cut.factor, cut.dim)
 
-    def held_shares(self, kind: int, degree: int, *, of_row: bool = False) -> tuple[float, float]:
-        """The parts of what a kind of layer receives from the layers before, and of what it hands on, that each of
-        *degree* devices has where it is the first, or the last, of a stage; *of_row*: of a micro-batch of one row."""
+    def held_shares(self, kind: int, degree: int) -> Held:
+        """Return what parts each of *degree* devices has of the values at the ends of stages of a kind of layer."""
         if degree == 1:
-            return 1.0, 1.0
-        rows = 1 if of_row else -(-max(self.rows) // degree) * degree
-        first, last = self._place_end(kind, degree, rows, "first"), self._place_end(kind, degree, rows, "last")
+            return Held((1.0, 1.0), (1.0, 1.0), 0)
+        if self.like is not None:
+            return self.like.held_shares(kind, degree)
+        rows = MANY_ROWS * degree
+        many, through = self._shares_at(kind, degree, rows), self._through(kind)
+        if through is None:
+            return Held(many, many, 0)
+        of_row = self._shares_at(kind, degree, 1)
+        if of_row == many:
+            return Held(many, many, 0)
+        few, most = (self.place_between(kind, degree, count).sent[through[1]][-1] for count in (1, rows))
+        return Held(many, of_row, degree if few == most else self._change(kind, degree, few, most))
+
+    def _shares_at(self, kind: int, degree: int, rows: int) -> tuple[float, float]:
+        """The parts of what a layer receives and hands on as the first and the last of a stage, with micro-batches of
+        *rows* rows."""
+        first = last = self.place_between(kind, degree, rows)
+        through = self._through(kind)
+        if through is not None and first.sent[through[1]][-1].kind != "S":  # where it is divided inside, it is at ends
+            first, last = self._place_end(kind, degree, rows, "first"), self._place_end(kind, degree, rows, "last")
         return _held({value: first.stored[value] for value in first.received}, degree), _held(last.sent, degree)
+
+    def _change(self, kind: int, degree: int, few: Placement, many: Placement) -> int:
+        """Rows at which two forms cost as much, the one for *few* rows and that for *many*: prices are linear in rows,
+        and what is cut along them has as many as devices at least."""
+        most = MANY_ROWS * degree
+        one, last = (self._with_form(kind, degree, rows, few).price for rows in (1, most))
+        each = (last - one) / (most - 1)
+        begin, end = (self._with_form(kind, degree, rows, many).price for rows in (degree, most))
+        slope = (end - begin) / (most - degree)
+        less = one + (degree - 1) * each - begin
+        return degree if less >= 0 or each <= slope else min(most, ceil(degree - less / (each - slope)))
 
     def cuts_rows(self, stage: PlacedStage) -> bool:
         """Whether the devices of a stage's group divide the rows of a micro-batch at some operator."""

@@ -6,6 +6,7 @@ by the same rule as `whale.runtime.reduce.bucketize`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import ceil
 
@@ -16,7 +17,7 @@ from whale.planner.cost.layers import variant_of
 from whale.planner.network.communication import collective
 from whale.planner.network.topology import Topology
 
-__all__ = ["LARGEST_BUCKET_BYTES", "REPEATS", "bucket_bytes", "largest_packed", "num_buckets", "num_buckets_of"]
+__all__ = ["LARGEST_BUCKET_BYTES", "REPEATS", "bucket_bytes", "largest_packed", "num_buckets", "packed", "packed_of"]
 
 LARGEST_BUCKET_BYTES = 64 * 2**20
 """Beyond it the last bucket, which no backward hides, and the memory of those in flight cost more than is saved."""
@@ -79,31 +80,43 @@ def largest_packed(sizes: Sequence[float], capacity: float) -> float:
     return float(largest)
 
 
+def packed(sizes: Sequence[float], capacity: float) -> dict[float, float]:
+    """Return the sizes of the buckets of many equal layers with parameters of these *sizes*, with how many of each
+    there are for a layer.
+
+    >>> packed([1], capacity=4), packed([9, 1], capacity=4)
+    ({4.0: 0.25}, {1.0: 1.0, 9.0: 1.0})
+    """
+    total = sum(sizes)
+    if total * MOST_REPEATS <= REPEATS * capacity:
+        return {float(capacity): total / capacity}
+    repeats = REPEATS * ceil(max(1.0, capacity / total))
+    found, held = Counter[float](), 0.0
+    for size in [*reversed(sizes)] * repeats:
+        if held and held + size > capacity:
+            found[held] += 1
+            held = 0.0
+        held += size
+    found[held] += 1
+    return {float(size): num / repeats for size, num in found.items()}
+
+
 def num_buckets(sizes: Sequence[float], capacity: float) -> float:
     """Return the number of buckets for each of many equal layers with parameters of these *sizes*.
 
     >>> num_buckets([3, 1, 1, 1], capacity=4), num_buckets([1], capacity=4), num_buckets([9, 1], capacity=4)
     (2.0, 0.25, 2.0)
     """
-    total = sum(sizes)
-    if total * MOST_REPEATS <= REPEATS * capacity:
-        return total / capacity
-    repeats = REPEATS * ceil(max(1.0, capacity / total))
-    num, held = 0, capacity
-    for size in [*reversed(sizes)] * repeats:
-        if held + size > capacity:
-            num, held = num + 1, 0.0
-        held += size
-    return num / repeats
+    return sum(packed(sizes, capacity).values())
 
 
-def num_buckets_of(kind: LayerKind, tensor_degree: int, element_bytes: float, capacity: float) -> float:
-    """Return the number of buckets of *capacity* bytes of a layer, at a degree that the profile has and with
+def packed_of(kind: LayerKind, tensor_degree: int, element_bytes: float, capacity: float) -> dict[float, float]:
+    """Return the buckets of *capacity* bytes of a layer, as `packed`, at a degree that the profile has and with
     *element_bytes* for each of its elements; without the sizes of its parameters as few as the largest allows."""
     if not kind.variants:
-        return (kind.parameters or 0.0) / tensor_degree * element_bytes / capacity
+        return {capacity: (kind.parameters or 0.0) / tensor_degree * element_bytes / capacity}
     variant = variant_of(kind, tensor_degree)
     if variant.sizes:
-        return num_buckets([size * element_bytes for size in variant.sizes], capacity)
-    largest = variant.largest or variant.parameters
-    return variant.parameters * element_bytes / max(capacity, largest * element_bytes)
+        return packed([size * element_bytes for size in variant.sizes], capacity)
+    size = max(capacity, (variant.largest or variant.parameters) * element_bytes)
+    return {size: variant.parameters * element_bytes / size}

@@ -437,10 +437,10 @@ class LayerCosts:
         kinds, sent, received = self.profile.kinds, 1.0, 1.0
         if kinds[last].variants:
             own = variant_of(kinds[last], tensor)
-            sent = (own.sent_share_of_row if rows < tensor else None) or own.sent_share
+            sent = (own.sent_share_of_row if rows < own.shared_since else None) or own.sent_share
         if kinds[first].variants:
             own = variant_of(kinds[first], next_tensor)
-            received = (own.received_share_of_row if rows < next_tensor else None) or own.received_share
+            received = (own.received_share_of_row if rows < own.shared_since else None) or own.received_share
         return sent, received
 
     def state(self, parameters: float, frozen: float = 0.0, *, shards: float = 1, zero: int = 0) -> StateBytes:

@@ -9,7 +9,7 @@ on other machines or with another batch, finds what it shares with the first. It
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from whale.ir.adasum import dot_bytes
 from whale.ir.cluster import Cluster, DeviceType
 from whale.ir.profile import LayerVariant, ModelProfile
 from whale.ir.strategy import Reduce
-from whale.planner.cost.buckets import bucket_bytes, largest_packed, num_buckets_of
+from whale.planner.cost.buckets import bucket_bytes, largest_packed, packed_of
 from whale.planner.cost.groups import DeviceGroups, TensorGroup
 from whale.planner.cost.hosts import link_to_host, look_up_type, stepping_on_host, with_copies
 from whale.planner.cost.layer_cost import LayerCosts, with_part
@@ -46,7 +46,7 @@ class CostModel(DeviceGroups):
 
     batch: int = 0
     reduce: Reduce = "mean"
-    _messages: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict, init=False)
+    _messages: dict[tuple[int, int, int], Mapping[float, float]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -387,8 +387,24 @@ class CostModel(DeviceGroups):
             return 0.0
         if self.combines:
             return sum(self.combining(ranks, degree, num_bytes, layers, divided=kind != "all_reduce"))
-        message = self.message_bytes(ranks, num_bytes, degree, layers, divided=kind != "all_reduce")
-        return num_bytes / message * self.over(kind, ranks, degree * beside, message)
+        if not self.runs:
+            return self.over(kind, ranks, degree * beside, num_bytes)
+        capacity, positions = self._capacity(ranks, divided=kind != "all_reduce"), None if layers is None else {*layers}
+        sizes = [
+            (count * num * size, size)
+            for index, count in self._counts_of(positions).items()
+            for size, num in self._messages_of(index, degree, capacity).items()
+        ]
+        for readers, shared in self.profile.tied:  # one message, which each of their layers counts
+            size = shared / degree * self.gradient_bytes
+            again = len(readers if positions is None else positions.intersection(readers)) - 1
+            sizes += [(-again * size, size)] if again > 0 and size >= capacity else []
+        whole = sum(size for size, _ in sizes)
+        if whole <= 0:
+            return self.over(kind, ranks, degree * beside, num_bytes)
+        alone = ((size, min(num_bytes, message)) for size, message in sizes)
+        seconds = sum(size / message * self.over(kind, ranks, degree * beside, message) for size, message in alone)
+        return seconds / whole * num_bytes
 
     def tied_sum(self, ranks: Sequence[int], degree: int, num_bytes: float, *, divided: bool) -> float:
         """Seconds to sum the gradient of a parameter over stages that share it: one message, beside *degree* - 1 like
@@ -416,7 +432,7 @@ class CostModel(DeviceGroups):
         backward, and of what follows it: sums of the dot products of parameters, a level of pairs after the other, and
         the gather of what each rank has combined, unless the state is *divided* so."""
         message = self.message_bytes(ranks, num_bytes, degree, layers, divided=divided)
-        kinds = self._counts if layers is None else Counter(map(self.profile.layers.__getitem__, layers))
+        kinds = self._counts_of(layers)
         parameters = sum(count * self._num_parameters(kind) for kind, count in kinds.items())
         dots = [self.over("all_reduce", ranks, degree, size) for size in dot_bytes(len(ranks), parameters)]
         gather = 0.0 if divided else self.over("all_gather", ranks, degree, message)
@@ -487,23 +503,28 @@ class CostModel(DeviceGroups):
         if not self.runs:
             return num_bytes
         capacity = self._capacity(ranks, divided=divided)
-        kinds = self._counts if layers is None else Counter(map(self.profile.layers.__getitem__, layers))
+        kinds = self._counts_of(layers)
         whole = messages = 0.0
         for kind, count in kinds.items():
-            size, num = self._messages_of(kind, degree, capacity)
-            whole, messages = whole + count * size, messages + count * num
+            own = self._messages_of(kind, degree, capacity)
+            whole += count * sum(size * num for size, num in own.items())
+            messages += count * sum(own.values())
         return min(num_bytes, whole / max(1.0, messages)) if whole else num_bytes
 
-    def _messages_of(self, kind: int, degree: int, capacity: int) -> tuple[float, float]:
-        """Bytes of the gradients of a layer of a kind on one of *degree* devices, and the number of their messages."""
+    def _counts_of(self, layers: Iterable[int] | None) -> Counter[int]:
+        """The number of layers of each kind among some, or in the whole model."""
+        return self._counts if layers is None else Counter(map(self.profile.layers.__getitem__, layers))
+
+    def _messages_of(self, kind: int, degree: int, capacity: int) -> Mapping[float, float]:
+        """Sizes in bytes of the messages of the gradients of a layer of a kind on one of *degree* devices, and how many
+        there are of each."""
         key = (kind, degree, capacity)
         if key not in self._messages:
             known = self.tensor_degrees[0]
-            part = known / degree
-            self._messages[key] = (
-                sum(self.parameters_of(kind, known)) * part * self.gradient_bytes,
-                num_buckets_of(self.profile.kinds[kind], known, part * self.precision.element_bytes, capacity),
-            )
+            element = known / degree * self.precision.element_bytes
+            part = self.gradient_bytes / self.precision.element_bytes
+            own = packed_of(self.profile.kinds[kind], known, element, capacity)
+            self._messages[key] = {size * part: num for size, num in own.items() if size and num}
         return self._messages[key]
 
     def beside(self, ranks: Sequence[int], num_alike: int, num_bytes: float) -> Beside:

@@ -354,10 +354,15 @@ class ReplicaTable(MeshSpace):
             hop = prices.hop(group.ranks, target, group, size, whole)
         return 2 * hop.latency, size / hop.bandwidth
 
+    @cached_property
+    def _shared_since(self) -> int:
+        """Rows from which no layer hands on other parts."""
+        return max((one.shared_since for kind in self.prices.profile.kinds for one in kind.variants), default=0)
+
     def held_shares(self, tensor: int, next_tensor: int, rows: float) -> tuple[Array, Array]:
         """For each end of a stage the part of what it hands on that a device has, and one of the next stage, by their
         tensor degrees; replicas have up to *rows* rows."""
-        key = tensor, next_tensor, min(rows, max(tensor, next_tensor))
+        key = tensor, next_tensor, min(rows, self._shared_since)
         if key not in self._held_shares:
             starts, last_layers = self._ends
             shares = np.ones((2, len(self.chain) + 1))

@@ -333,7 +333,7 @@ class CostTable(ReplicaTable):
 
     def _hop_of_commonest(self, group: TensorGroup, rows: int, sent: Sequence[float], mesh: Mesh) -> float:
         """`_hop` after the commonest part, by the latency and the rest of a way that `_sends_of_commonest` gives."""
-        rows = min(rows, mesh.tensor)
+        rows = min(rows, self._shared_since)
         key = (group.kind, rows, mesh)
         factors = self._hop_factors.get(key)
         if factors is None:

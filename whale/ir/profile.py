@@ -221,8 +221,8 @@ class LayerVariant(Record):
             ``expert_degree`` divides them.
         sent_share: the part of the layer's output that a device has where a stage ends with it, and of whose gradient
             it needs no more, likewise.
-        received_share_of_row, sent_share_of_row: the same where a micro-batch has fewer rows than there are devices in
-            a group; None: the same.
+        received_share_of_row, sent_share_of_row: the same where a micro-batch of a replica has fewer rows than
+            ``shared_since``; None: the same.
         sizes: elements of each trainable parameter, in the order of the forward; none if unknown.
         sparse: those of ``parameters`` with sparse gradients.
         rules: memory under each rule that changes it; under others it is that of ``saved`` and ``working``.
@@ -248,6 +248,7 @@ class LayerVariant(Record):
     sent_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     received_share_of_row: Annotated[float, Field(gt=0, le=1)] | None = None
     sent_share_of_row: Annotated[float, Field(gt=0, le=1)] | None = None
+    shared_since: Count = 0
     sizes: tuple[NonNegative, ...] = ()
     sparse: tuple[SparseParameter, ...] = ()
     rules: tuple[RuleCosts, ...] = ()
