@@ -83,7 +83,9 @@ class PlanMemory(PlanCommunicators):
                     stepping = min(stepping, round(unit))
                 kept = self._kept(own, place) + round(sum(self._messages(index, kind) for index in own))
                 working = max(self.costs[index][place].working for index in own)
-                working = round(max(working, stepping - kept, self._summing_tied(layers, stage, kind, kept)))
+                # the gradient of a part of what is whole is as large as all of it
+                padded = more * stage.tensor / (stage.tensor - 1) * prices.gradient_bytes if more else 0.0
+                working = round(max(working + padded, stepping - kept, self._summing_tied(layers, stage, kind, kept)))
                 if stage.level:
                     one = sum(self.costs[index][place].kept - self._shared_casts(index) for index in own)
                     state, sharded = self._divided(own, layers, kind, whole, (kept, one, working))

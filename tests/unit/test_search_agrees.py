@@ -141,6 +141,26 @@ def test_what_layers_share_is_divided_with_their_state(
     assert candidate.prediction.step_seconds == pytest.approx(compiled.prediction.step_seconds, rel=0.1)
 
 
+def test_memory_of_a_part_of_what_unlike_stages_share() -> None:
+    """The table is whole on each device; the last stage reads halves of it, with gradients as large as all of it."""
+    sizes = {"n_embd": 1024, "n_layer": 2, "n_head": 16, "sequence_length": 64}
+    loaded = load_model("hf:gpt2", sizes, batch_size=BATCH, device="meta")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), name="gpt")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="gpt")
+    cluster = Cluster.homogeneous(3, V100, num_devices_per_node=3, intra=V100.intra_node, inter=None)
+    prices, num = CostModel.of(profile, cluster, precision="fp32", batch=BATCH), len(profile.layers)
+    middle = next(index for index in range(num // 2, num) if profile.paths[index])
+    stages = [
+        StageChoice(**mesh._asdict(), rows=(BATCH // 2,))
+        for mesh in (Mesh(0, middle, (0,), 1, 1), Mesh(middle, num, (1, 2), 1, 2))
+    ]
+    candidate = score(prices, stages, micro_batches=2, batch=BATCH)
+    compiled = PlanWriter(profile, cluster, BATCH, trial).compiled(candidate, trial)
+    real = {one.rank: one.total - one.framework for one in compiled.prediction.memory}
+    for one in candidate.prediction.memory:
+        assert 0.99 * real[one.rank] <= one.total - one.framework <= 1.2 * real[one.rank]
+
+
 def test_an_optimizer_steps_with_all_that_no_other_rank_has(gpt: tuple[CandidateCompiler, ModelProfile]) -> None:
     """One replica: its devices divide the state of norms, which all of them have, and of nothing else."""
     trial, profile = gpt
