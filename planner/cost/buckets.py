@@ -117,6 +117,10 @@ def packed_of(kind: LayerKind, tensor_degree: int, element_bytes: float, capacit
         return {capacity: (kind.parameters or 0.0) / tensor_degree * element_bytes / capacity}
     variant = variant_of(kind, tensor_degree)
     if variant.sizes:
-        return packed([size * element_bytes for size in variant.sizes], capacity)
+        dense = list(variant.sizes)
+        for one in variant.sparse:  # of whose gradients ranks exchange rows
+            if one.elements in dense:
+                dense.remove(one.elements)
+        return packed([size * element_bytes for size in dense], capacity)
     size = max(capacity, (variant.largest or variant.parameters) * element_bytes)
     return {size: variant.parameters * element_bytes / size}
