@@ -80,7 +80,7 @@ MOST_CUT = 0.5
 """Part of a model's operators that a cut along a dim of the batch divides, at least."""
 
 
-class Held(NamedTuple):
+class HeldShares(NamedTuple):
     """The parts of what a layer receives, and of what it hands on, that each device of a group has at the ends of a
     stage: with micro-batches of many rows, of a single one, and the rows since which it is as with many."""
 
@@ -254,21 +254,21 @@ class LayeredModel:
     def _fits(self, cut: Placement, value: Value) -> bool:
         return cut.dim < len(value_shape(value)) and self.analysis.shardable(value, cut.factor, cut.dim)
 
-    def held_shares(self, kind: int, degree: int) -> Held:
+    def held_shares(self, kind: int, degree: int) -> HeldShares:
         """Return what parts each of *degree* devices has of the values at the ends of stages of a kind of layer."""
         if degree == 1:
-            return Held((1.0, 1.0), (1.0, 1.0), 0)
+            return HeldShares((1.0, 1.0), (1.0, 1.0), 0)
         if self.like is not None:
             return self.like.held_shares(kind, degree)
         rows = MANY_ROWS * degree
         many, through = self._shares_at(kind, degree, rows), self._through(kind)
         if through is None:
-            return Held(many, many, 0)
+            return HeldShares(many, many, 0)
         of_row = self._shares_at(kind, degree, 1)
         if of_row == many:
-            return Held(many, many, 0)
+            return HeldShares(many, many, 0)
         few, most = (self.place_between(kind, degree, count).sent[through[1]][-1] for count in (1, rows))
-        return Held(many, of_row, degree if few == most else self._change(kind, degree, few, most))
+        return HeldShares(many, of_row, degree if few == most else self._change(kind, degree, few, most))
 
     def _shares_at(self, kind: int, degree: int, rows: int) -> tuple[float, float]:
         """The parts of what a layer receives and hands on as the first and the last of a stage, with micro-batches of

@@ -1,6 +1,6 @@
 """Messages of a gradient reduction: buckets of parameters, and larger parameters by themselves.
 
-The size of a bucket, which compiler, cost model and search read here, and the number of buckets of a profile's layers,
+The size of a bucket, which compiler, cost model and search read here, and the buckets of a profile's layers,
 by the same rule as `whale.runtime.reduce.bucketize`.
 """
 
@@ -17,7 +17,7 @@ from whale.planner.cost.layers import variant_of
 from whale.planner.network.communication import collective
 from whale.planner.network.topology import Topology
 
-__all__ = ["LARGEST_BUCKET_BYTES", "REPEATS", "bucket_bytes", "largest_packed", "num_buckets", "packed", "packed_of"]
+__all__ = ["LARGEST_BUCKET_BYTES", "REPEATS", "bucket_bytes", "largest_packed", "packed", "packed_of"]
 
 LARGEST_BUCKET_BYTES = 64 * 2**20
 """Beyond it the last bucket, which no backward hides, and the memory of those in flight cost more than is saved."""
@@ -99,15 +99,6 @@ def packed(sizes: Sequence[float], capacity: float) -> dict[float, float]:
         held += size
     found[held] += 1
     return {float(size): num / repeats for size, num in found.items()}
-
-
-def num_buckets(sizes: Sequence[float], capacity: float) -> float:
-    """Return the number of buckets for each of many equal layers with parameters of these *sizes*.
-
-    >>> num_buckets([3, 1, 1, 1], capacity=4), num_buckets([1], capacity=4), num_buckets([9, 1], capacity=4)
-    (2.0, 0.25, 2.0)
-    """
-    return sum(packed(sizes, capacity).values())
 
 
 def packed_of(kind: LayerKind, tensor_degree: int, element_bytes: float, capacity: float) -> dict[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import ceil
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import Parameter
 from whale.ir.cluster import DeviceType
 from whale.ir.profile import Affine, Amount, Communication, Kernel, LayerKind, LayerVariant, MeasuredTimes
 from whale.planner.catalog import device_types
-from whale.planner.cost.buckets import REPEATS, num_buckets
+from whale.planner.cost.buckets import REPEATS, packed
 from whale.planner.cost.kernels import matmul_seconds
 from whale.planner.cost.layers import layer_seconds, layer_seconds_by_rows
 from whale.planner.cost.precision import precision_named
@@ -205,4 +206,5 @@ def test_many_numbers_of_rows_take_what_each_takes_by_itself() -> None:
 def test_buckets_of_layers_are_those_of_the_runtime(sizes: list[int]) -> None:
     layers = sizes * (repeats := REPEATS * ceil(max(1, 8 / sum(sizes))))
     made = bucketize([Parameter(torch.empty(size, device="meta")) for size in layers], capacity_bytes=4 * 8)
-    assert num_buckets(sizes, capacity=8) == len(made) / repeats
+    counts = Counter(sum(parameter.numel() for parameter in bucket) for bucket in made)
+    assert packed(sizes, capacity=8) == {size: num / repeats for size, num in counts.items()}
