@@ -138,6 +138,7 @@ def profile_model(
         cut_dim=first.cut_dim if cuts else 0,
         uncut=tuple(uncut.items()),
         coupled=first.coupled,
+        since=tuple(layer.since for layer in layers) if any(layer.since for layer in layers) else (),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 from whale.errors import UsageError
 from whale.ir.cluster import DeviceType
-from whale.ir.profile import Affine, Kernel, LayerKind, LayerVariant, ModelProfile
+from whale.ir.profile import Affine, Kernel, LayerKind, LayerVariant, ModelProfile, Skip
 from whale.ir.strategy import Offload, Recompute
 from whale.planner.cost.layers import LayerSeconds, forward_flops, layer_seconds_by_rows, variant_of
 from whale.planner.cost.memory import (
@@ -356,25 +356,36 @@ class LayerCosts:
         return self.memo.amounts[key], ruled.multiple if ruled else 1
 
     def output_bytes(self, layer: int, rows: float) -> float:
-        """Output bytes of a layer (a position in the chain) for the given rows."""
-        kind = self.profile.kinds[self.profile.layers[layer]]
-        return kind.output.total(rows, self.precision.element_bytes)
+        """Bytes that cross the cut after a layer (a position in the chain) for the given rows."""
+        if not self.profile.skips:
+            return self.output_of_kind(layer, rows)
+        return self._handed_to_next(layer, rows) + self._passing(
+            rows, lambda skip: skip.layer <= layer < skip.readers[-1]
+        )
 
     def handed_on(self, source: range, target: range, rows: float) -> float:
         """Bytes that a stage of layers *source* sends to a later stage of layers *target* for the given rows: what the
         last of its layers makes if the other stage is the next one, and what is read beyond the next layer."""
-        size, found = self.precision.element_bytes, 0.0
-        if source.stop == target.start:
-            found = self.output_bytes(source.stop - 1, rows)
-            first = self.profile.layers.index(self.profile.layers[source.stop - 1])  # whose output that is
-            found -= sum(
-                skip.size.total(rows, size) for skip in self.profile.skips if skip.layer <= first < skip.readers[-1]
-            )
-        return max(0.0, found) + sum(
-            skip.size.total(rows, size)
-            for skip in self.profile.skips
-            if skip.layer in source and any(layer in target for layer in skip.readers)
+        found = self._handed_to_next(source.stop - 1, rows) if source.stop == target.start else 0.0
+        return found + self._passing(
+            rows, lambda skip: skip.layer in source and any(layer in target for layer in skip.readers)
         )
+
+    def output_of_kind(self, layer: int, rows: float) -> float:
+        """Bytes that cross the cut after the first layer of the same kind."""
+        return self.profile.kinds[self.profile.layers[layer]].output.total(rows, self.precision.element_bytes)
+
+    def _handed_to_next(self, layer: int, rows: float) -> float:
+        """Bytes that a layer makes and only the next one reads: as much as the first layer of its kind makes, without
+        what is read later."""
+        first = self.profile.layers.index(self.profile.layers[layer])
+        passing = self._passing(rows, lambda skip: skip.layer == layer or skip.layer < first < skip.readers[-1])
+        return max(0.0, self.output_of_kind(layer, rows) - passing)
+
+    def _passing(self, rows: float, counts: Callable[[Skip], bool]) -> float:
+        """Bytes of the values that pass over layers and that count."""
+        size = self.precision.element_bytes
+        return sum(skip.size.total(rows, size) for skip in self.profile.skips if counts(skip))
 
     def parameters(self, layers: Iterable[int], degree: int, expert: int = 1) -> tuple[float, float]:
         """Elements of parameters of *layers* on a device: dense, and of experts. Tied ones count once."""

@@ -65,6 +65,7 @@ class PlanCost(PlanSums, PlanMemory):
                     forward_peak_bytes=kept,
                     backward_peak_bytes=tuple(round(cost.working) for cost in costs),
                     gathered=gathered,
+                    own=self._own(index),
                 )
             )
         boundaries, links = self._boundaries()
@@ -86,6 +87,17 @@ class PlanCost(PlanSums, PlanMemory):
             overhead=self.prices.overhead_of(sorted({rank for stage in self.stages for rank in stage.ranks})),
             overlap_slowdown=overlap_slowdown(self.prices.num_of_types),
             blocking_transfers=self.prices.stack.blocks,
+        )
+
+    def _own(self, index: int) -> tuple[float, ...]:
+        """Seconds of each kind of replica of a stage that it computes before it needs what it receives."""
+        stage = self.stages[index]
+        layers = self.prices.profile.own_layers(stage.first, stage.last) if self.prices.runs else []
+        if not layers:
+            return ()
+        prices = ruled(self.prices, stage)
+        return tuple(
+            prices.stage(layers, kind.group, kind.rows, self.micro_batches).forward for kind in self.kinds[index]
         )
 
     @staticmethod

@@ -218,6 +218,11 @@ class MeshCosts:
         _, _, update, *_ = self._lists
         return update[last] - update[first]
 
+    def forward_of(self, part: int) -> float:
+        """Seconds of a micro-batch's forward through a part."""
+        forward, *_ = self._lists
+        return forward[part + 1] - forward[part]
+
     def late_in(self, first: int, last: int, begin: float) -> float:
         """Seconds by which the first forward of parts [first, last), which would begin at *begin*, is late because each
         part waits until its parameters and those before are gathered."""

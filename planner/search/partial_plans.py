@@ -106,7 +106,8 @@ def _degrees_of(meshes: tuple[Mesh, ...]) -> str:
 class Times(NamedTuple):
     """Seconds of the stages of a partial plan: forward and backward of a micro-batch, p2p time to the next stage (and
     as much back), once per step, and of that the optimizer's; the rows of the last micro-batch, relative to the others;
-    the part of p2p times that is latency, and the time that messages of other hops have the same adapters."""
+    the part of p2p times that is latency, and the time that messages of other hops have the same adapters; the part of
+    forwards that needs nothing of other stages."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -116,6 +117,7 @@ class Times(NamedTuple):
     last_share: float
     latencies: tuple[float, ...]
     others: tuple[float, ...]
+    own: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,7 @@ class Scored:
             last_share=times.last_share,
             latencies=times.latencies,
             others=times.others,
+            own=times.own,
         )
         steps = (max(own + once, sent + update) for own, sent, once, update in zip(*ends, *times[3:5], strict=True))
         return replace(self, seconds=max(self.seconds, max(steps) + self.overhead), exact=True)
@@ -197,11 +200,12 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
             for after, costs, (_, first, last), begin in zip(once, every, parts, begins, strict=False)
         )
     others = _others([hop - late for hop, late in zip(hops, latencies, strict=True)], near, meshes.has_one_adapter)
-    times = Times(forward, backward, (*hops, 0.0), once, tuple(updates), share, (*latencies, 0.0), (*others, 0.0))
+    own = tuple(meshes.own_seconds(costs, first, last) for costs, (_, first, last) in zip(every, parts, strict=True))
+    times = Times(forward, backward, (*hops, 0.0), once, tuple(updates), share, (*latencies, 0.0), (*others, 0.0), own)
     loads = tuple(
         (count - 1 + share) * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)
     )
-    least = pipeline_bound(*times[:4], count, draft.schedule, last_share=share)
+    least = pipeline_bound(*times[:4], count, draft.schedule, last_share=share, own=own)
     overhead = meshes.overhead(draft.meshes)
     return Scored(
         draft=draft, times=times, seconds=least + overhead, fullness=max(fullness), loads=loads, overhead=overhead
@@ -225,17 +229,18 @@ def _others(links: Sequence[float], near: Sequence[bool], one_adapter: bool) -> 
 
 
 def _sent_beside(meshes: CostTable, starts: Sequence[int], rows: int) -> list[float]:
-    """For each stage but the last how long its messages to and from the next take, as a part of the time of all that
-    crosses their cut: what it sends to later stages goes another way, but leaves a device at the same time, and so do
-    gradients to earlier ones. Messages that leave together have equal parts of the bandwidth."""
+    """For each stage but the last how long its messages to and from the next take, as a part of what hops are priced
+    for, all that crosses the cut after the first layer like its last: what it sends to later stages goes another way,
+    but leaves a device at the same time, and so do gradients to earlier ones. Messages that leave together have equal
+    parts of the bandwidth."""
     stages = list(pairwise((*starts, len(meshes.chain))))
     sent = [[meshes.handed_bytes(one, other, rows) for other in stages[at + 1 :]] for at, one in enumerate(stages)]
     found = []
     for at, (_, part) in enumerate(stages[:-1]):
-        whole, (own, *others) = meshes.whole_bytes(part, rows), sent[at]
+        whole, (own, *others) = meshes.priced_bytes(part, rows), sent[at]
         back = [sent[before][at - before] for before in range(at)]  # from the next stage
         beside = sum(min(own, size) for size in (*others, *back)) / 2
-        found.append(min(1.0, own / whole) * (1 + beside / own) if whole and own else 1.0)
+        found.append((own + beside) / whole if whole else 1.0)
     return found
 
 

@@ -382,9 +382,9 @@ class ReplicaTable(MeshSpace):
             self._handed_bytes[key] = self.prices.handed_on(layers, others, rows)
         return self._handed_bytes[key]
 
-    def whole_bytes(self, part: int, rows: int) -> float:
-        """Bytes that cross a cut before a part."""
-        return self.prices.output_bytes(self.chain.bounds[part] - 1, rows)
+    def priced_bytes(self, part: int, rows: int) -> float:
+        """Bytes for which handing on before a part is priced: those of the first layer like the one before it."""
+        return self.prices.output_of_kind(self.chain.bounds[part] - 1, rows)
 
     def _targets_of(self, group: TensorGroup) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Ranks on another node if there is one, to which a group hands on, and another of the same node if there is
@@ -401,9 +401,8 @@ class ReplicaTable(MeshSpace):
         if rows not in self._sizes:
             found = self._sizes[rows] = np.zeros(len(self.chain) + 1)
             if self.prices.runs:
-                size = self.prices.precision.element_bytes
-                of_kinds = np.array([kind.output.total(rows, size) for kind in self.prices.profile.kinds])
-                found[1:-1] = of_kinds[self._ends[1]] * self.prices.waste
+                sizes = [self.prices.output_bytes(bound - 1, rows) for bound in self.chain.bounds[1:-1]]
+                found[1:-1] = np.array(sizes) * self.prices.waste
         return self._sizes[rows]
 
     def _elsewhere(self, ranks: Sequence[int]) -> tuple[int, ...]:

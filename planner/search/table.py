@@ -241,6 +241,18 @@ class CostTable(ReplicaTable):
         whole = sum(num * max(0.0, self._room_of(one)) for one, num in self.sample(mesh)[0])
         return max(1.0, mesh.context * whole / max(1.0, self._room_of(group)))
 
+    @cached_property
+    def _since(self) -> tuple[int, ...]:
+        """For each part the first one that it depends on, where some depend on none before them."""
+        since, bounds = self.prices.profile.since if self.prices.runs else (), self.chain.bounds
+        return tuple(bisect_right(bounds, min(since[begin:end])) - 1 for begin, end in pairwise(bounds) if since)
+
+    def own_seconds(self, costs: MeshCosts, first: int, last: int) -> float:
+        """Seconds forward of the parts of a stage [first, last), which is not the first, that need nothing of the
+        stages before."""
+        since = self._since[first:last] if first else ()
+        return sum(costs.forward_of(part) for part, begin in enumerate(since, first) if begin >= first)
+
     def hops(self, source: Mesh, target: Mesh, rows: int, micro_batches: int, near: bool = False) -> list[float]:
         """Seconds to send what a stage on *source* hands on to one on *target*, *near* if in the same node, and as much
         back, for each end of the stage. Slices have their rows in order; what those of a kind send to those of another

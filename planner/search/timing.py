@@ -41,6 +41,7 @@ def pipeline_ends(
     last_share: float = 1.0,
     latencies: Sequence[float] = (),
     others: Sequence[float] = (),
+    own: Sequence[float] = (),
 ) -> Ends:
     """When stages are done with their last backward and with sending its gradients.
 
@@ -53,16 +54,17 @@ def pipeline_ends(
         latencies: the part of each of ``hops`` in which the next message may be on its way too; none if not given.
         others: seconds for which messages of other hops have each hop's adapters between two of its own, while messages
             go both ways; none if not given.
+        own: the part of each of ``forward`` that comes first and needs nothing of other stages; none if not given.
 
     >>> pipeline_ends([1, 1], [2, 2], [0, 0], 4, "1f1b")
     Ends(done=[15.0, 13.0], sent=[0.0, 13.0])
     """
     none = (0.0,) * len(hops)
-    latencies, others = latencies or none, others or none
+    latencies, others, own = latencies or none, others or none, own or none
     links = [hop - late for hop, late in zip(hops, latencies, strict=True)]
     each, turns = max(*forward, *links) + max(*backward, *links), 1
     if schedule != "gpipe":
-        windows = _Windows(*np.array([forward, backward, hops]))
+        windows = _Windows(*np.array([forward, backward, hops, own]))
         slowest = np.unravel_index(windows.period.argmax(), windows.period.shape)
         each, turns = float(windows.period[slowest]), int(windows.stages[slowest])
         busiest = max(map(add, links, others))
@@ -71,7 +73,7 @@ def pipeline_ends(
     # What a micro-batch takes once the pipeline is full comes round with as many of them as the slowest run has stages.
     enough = min(micro_batches, len(forward) + SETTLING)
     enough += (micro_batches - enough) % turns
-    every = _ends(forward, backward, links, latencies, others, enough, schedule, last_share)
+    every = _ends(forward, backward, links, latencies, others, own, enough, schedule, last_share)
     later = (micro_batches - enough) * each
     return Ends(*([end + later if end else 0.0 for end in ends] for ends in every))
 
@@ -82,6 +84,7 @@ def _ends(
     links: Sequence[float],
     latencies: Sequence[float],
     others: Sequence[float],
+    own: Sequence[float],
     micro_batches: int,
     schedule: str,
     last_share: float,
@@ -96,12 +99,12 @@ def _ends(
         before, both = free.copy(), bool(slot.forwards and slot.backwards)
         for stage in slot.forwards:
             made, begin = before[stage - 1], before[stage]
-            sent, spent, turn = ahead[stage], forward[stage], turn_ahead[stage] if both else 0.0
+            sent, spent, turn, early = ahead[stage], forward[stage], turn_ahead[stage] if both else 0.0, own[stage]
             if stage == slot.last_forward:
-                sent, spent, turn = sent * last_share, spent * last_share, turn * last_share
+                sent, spent, turn, early = sent * last_share, spent * last_share, turn * last_share, early * last_share
             sent = (made if made > came_down[stage] else came_down[stage]) + sent
             came_down[stage] = sent + turn
-            ready = sent + late_ahead[stage]
+            ready = sent + late_ahead[stage] - early
             free[stage] = (ready if ready > begin else begin) + spent
         for stage in slot.backwards:
             made, begin = before[stage + 1], before[stage]
@@ -126,13 +129,14 @@ class _Windows:
     A micro-batch goes down through such a run; stage e then does the backward whose turn it is, which goes up again,
     and stage s takes the next forward: as many micro-batches later as the run has stages. So each micro-batch takes at
     least ``period``, what is computed and sent on the way over the number of stages. Every cycle of waits is of such
-    ones, and so the largest of them is what each micro-batch takes once the pipeline is full.
+    ones, and so the largest of them is what each micro-batch takes once the pipeline is full. What stages after s
+    compute on their *own* before they need a message is not on the way.
     """
 
-    def __init__(self, forward: Array, backward: Array, hops: Array) -> None:
+    def __init__(self, forward: Array, backward: Array, hops: Array, own: Array) -> None:
         twice, upto = 2 * hops, np.zeros(len(hops) + 1)
-        (forward + backward + twice).cumsum(out=upto[1:])
-        self.around = upto[1:] - twice - upto[:-1, None]
+        (forward + backward + twice - own).cumsum(out=upto[1:])
+        self.around = upto[1:] - twice - upto[:-1, None] + own[:, None]
         self.stages, self.possible = _windows_of(len(forward))
 
     @property
@@ -166,6 +170,7 @@ def pipeline_bound(
     schedule: str,
     *,
     last_share: float = 1.0,
+    own: Sequence[float] = (),
 ) -> float:
     """A time before which a step cannot end. Arguments are those of `pipeline_ends`, and what comes *once* a step.
 
@@ -175,10 +180,11 @@ def pipeline_bound(
     >>> pipeline_bound([1, 1], [2, 2], [0, 0], [0, 0], 4, "1f1b")
     15.0
     """
-    ahead_each, back_each, sent, after = np.array([forward, backward, hops, once])
-    each, depth = ahead_each + back_each, len(forward)
-    ahead, back = np.zeros(depth), np.zeros(depth)
-    (ahead_each + sent)[:-1].cumsum(out=ahead[1:])
+    depth = len(forward)
+    ahead_each, back_each, sent, after, early = np.array([forward, backward, hops, once, own or (0.0,) * depth])
+    each, ahead, back = ahead_each + back_each, np.zeros(depth), np.zeros(depth)
+    (ahead_each - early + sent)[:-1].cumsum(out=ahead[1:])
+    ahead = np.maximum(0.0, ahead - early)  # when each stage could begin without a wait
     (last_share * (back_each + sent))[:-1].cumsum(out=back[1:])
     busy = (micro_batches - 1 + last_share) * each
     ends = np.maximum.accumulate(after - back)  # of any stage before, beyond the backwards on the way to it
@@ -188,7 +194,7 @@ def pipeline_bound(
         first = (back_each + sent)[::-1].cumsum()[::-1] + last_share * back_each
         least = max(least, float((ahead[-1] + ahead_each[-1] + first + back + ends).max()))
     if schedule == "1f1b" and depth > 1:
-        windows = _Windows(ahead_each, back_each, sent)
+        windows = _Windows(ahead_each, back_each, sent, early)
         filling, times, rest = _turns(depth, micro_batches)
         through = ahead + last_share * windows.around[:, -1] + back + ends[-1]
         whole = through[:, None] + filling * np.maximum(ahead_each[:, None], ahead_each)

@@ -359,15 +359,18 @@ TIMES = st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.5])
     st.integers(1, 30),
     st.sampled_from([0.0, 0.3, 2.0]),
     st.sampled_from(["1f1b", "gpipe"]),
+    st.sampled_from([0.0, 0.4, 1.0]),
 )
-@example([(0.5, 0.5), (0.5, 0.5)], 15, 0.3, "1f1b")
+@example([(0.5, 0.5), (0.5, 0.5)], 15, 0.3, "1f1b", 0.0)
 def test_drafts_end_when_the_simulator_says(
-    times: list[tuple[float, float]], micro_batches: int, hop: float, schedule: str
+    times: list[tuple[float, float]], micro_batches: int, hop: float, schedule: str, alone: float
 ) -> None:
     workload = chain_workload(len(times), micro_batches, schedule=schedule, times=times, latency=hop)
     forward, backward = zip(*times, strict=True)
-    hops = [hop] * len(times)
-    ends = pipeline_ends(forward, backward, hops, micro_batches, schedule, latencies=hops)
+    hops, own = [hop] * len(times), [0.0, *(alone * one for one in forward[1:])]
+    stages = (stage.model_copy(update={"own": (early,)}) for stage, early in zip(workload.stages, own, strict=True))
+    workload = workload.model_copy(update={"stages": tuple(stages)})
+    ends = pipeline_ends(forward, backward, hops, micro_batches, schedule, latencies=hops, own=own)
     assert max(*ends.done, *ends.sent) == pytest.approx(simulate(workload).step_seconds, rel=1e-2)
 
 
@@ -386,13 +389,17 @@ def test_no_order_of_stages_holds_more_than_is_said(types: list[tuple[int, list[
 
 
 @given(
-    st.lists(st.tuples(*(st.floats(0.1, 2.0),) * 3, st.floats(0.0, 0.5)), min_size=1, max_size=7),
+    st.lists(st.tuples(*(st.floats(0.1, 2.0),) * 3, st.floats(0.0, 0.5), st.floats(0.0, 1.0)), min_size=1, max_size=7),
     st.integers(1, 9),
     st.floats(0.05, 1.0),
+    st.booleans(),
 )
-def test_no_pipeline_ends_before_its_bound(stages: list[tuple[float, ...]], count: int, share: float) -> None:
-    forward, backward, once, hops = map(list, zip(*stages, strict=True))
+def test_no_pipeline_ends_before_its_bound(
+    stages: list[tuple[float, ...]], count: int, share: float, begins_alone: bool
+) -> None:
+    forward, backward, once, hops, parts = map(list, zip(*stages, strict=True))
     hops[-1], share = 0.0, share if count > 1 else 1.0
-    ends = pipeline_ends(forward, backward, hops, count, "1f1b", last_share=share)
-    least = pipeline_bound(forward, backward, hops, once, count, "1f1b", last_share=share)
+    own = [0.0, *(part * one * begins_alone for part, one in zip(parts[1:], forward[1:], strict=True))]
+    ends = pipeline_ends(forward, backward, hops, count, "1f1b", last_share=share, own=own)
+    least = pipeline_bound(forward, backward, hops, once, count, "1f1b", last_share=share, own=own)
     assert least <= max(end + after for end, after in zip(ends.done, once, strict=True)) * (1 + 1e-9)

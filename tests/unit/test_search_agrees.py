@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import Tensor, nn
 
 from whale.cli.app import app
 from whale.cli.model_loader import load_model
@@ -399,3 +401,48 @@ def test_a_plan_is_priced_as_a_search_prices_it(tmp_path: Path) -> None:
         found = json.loads(done.stdout)
         steps.append((found.get("plan") or found)["prediction"]["step_seconds"])
     assert steps[0] == pytest.approx(steps[1], rel=1e-9)
+
+
+class Towers(nn.Module):
+    """Two towers of equal layers, whose products are the score; the right one begins with dropout of its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_table, self.right_table = nn.Embedding(5000, 256), nn.Embedding(5000, 256)
+        self.left, self.right = (nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))) for _ in range(2))
+        self.drop, self.top = nn.Dropout(0.1), nn.Linear(256, 1)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        x = self.left(self.drop(self.left_table(left)))
+        y = self.right(self.drop(self.right_table(right)))
+        return (self.top(x * y) ** 2).mean()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_stage_computes_what_depends_on_no_earlier_one_while_it_waits(count: int) -> None:
+    """The right tower, which only its last part depends on; not where a stage has the rest of a tower alone."""
+    batch = {"left": torch.zeros(BATCH, 512, dtype=torch.long), "right": torch.zeros(BATCH, 512, dtype=torch.long)}
+    profile = profile_model(Towers(), batch, tensor_degrees=(1,), name="towers")
+    trial = CandidateCompiler(Towers(), batch, name="towers")
+    cluster = Cluster.homogeneous(2, V100, num_devices_per_node=1, inter=Link(bandwidth=1.25e9, latency=1.5e-3))
+    prices, num = CostModel.of(profile, cluster, precision="fp32", batch=BATCH), len(profile.layers)
+    right = profile.paths.index("right_table")
+    assert [profile.own_layers(first, num) for first in (0, 3, right, right + 2)] == [
+        [],
+        *([*range(right, num - 1)],) * 2,
+        [],
+    ]
+    for cut in (3, right, right + 2):
+        meshes = Mesh(0, cut, (0,), 1, 1), Mesh(cut, num, (1,), 1, 1)
+        stages = [StageChoice(**mesh._asdict(), rows=(BATCH // count,)) for mesh in meshes]
+        candidate = score(prices, stages, micro_batches=count, batch=BATCH)
+        compiled = PlanWriter(profile, cluster, BATCH, trial).compiled(candidate, trial)
+        assert compiled.compiled and compiled.plan.workload is not None, compiled.reason
+        alone = [[sum(stage.own) for stage in one.stages] for one in (candidate.workload, compiled.plan.workload)]
+        assert alone[0] == pytest.approx(alone[1]) and bool(alone[0][1]) == (cut <= right)
+        table = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, num, None))
+        draft = PartialPlan(meshes=(searched.Mesh((1,), 1),) * 2, starts=(0, cut), micro_batches=count, schedule="1f1b")
+        partial = score_partial(table, draft, BATCH)
+        assert partial.times.own == pytest.approx(alone[0])
+        for seconds in (candidate.prediction.step_seconds, partial.timed.seconds):
+            assert seconds == pytest.approx(compiled.prediction.step_seconds, rel=0.05)

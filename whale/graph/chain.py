@@ -47,6 +47,8 @@ class Layer:
         crossing: values that are computed before its end and read later, as the first layer of their kind computes
             them.
         read: by which later layers each value that it computes is read, likewise.
+        since: position of the first layer that it depends on: its own if it is computed of the batch and its own
+            parameters alone, as the embedding of a decoder is.
     """
 
     path: str
@@ -54,6 +56,7 @@ class Layer:
     parameters: tuple[str, ...]
     crossing: tuple[Value, ...]
     read: Mapping[Value, tuple[int, ...]]
+    since: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,7 @@ def chain_of(captured: Captured, model: nn.Module, scopes: Mapping[str, ScopePat
             sent.append(_read_later(segment, position, index))
         kind_of.append(kind)
     read = _read(segments, index, [firsts[kind] for kind in kind_of])
+    since = _since(captured, segments, index)
     layers = tuple(
         Layer(
             path=segment.path,
@@ -107,6 +111,7 @@ def chain_of(captured: Captured, model: nn.Module, scopes: Mapping[str, ScopePat
                 value for own in read[: position + 1] for value, readers in own.items() if readers[-1] > position
             ),
             read=read[position],
+            since=since[position],
         )
         for position, segment in enumerate(segments)
     )
@@ -308,6 +313,21 @@ def _has_parameters(captured: Captured, nodes: Sequence[fx.Node]) -> bool:
 def _parameters(captured: Captured, segment: _Segment) -> tuple[str, ...]:
     read = (v[0].name for node in segment.nodes for v in operands(node) if v[0].name in captured.parameters)
     return tuple(dict.fromkeys(captured.parameters[name] for name in read))
+
+
+def _since(captured: Captured, segments: Sequence[_Segment], index: Mapping[fx.Node, int]) -> list[int]:
+    """For each layer the first one that it depends on; the first of all if it reads no batch."""
+    of_batch = {node for node in captured.graph.nodes if node.name in captured.inputs}
+    for node in captured.graph.nodes:
+        if not of_batch.isdisjoint(node.all_input_nodes):
+            of_batch.add(node)
+    found: list[int] = []
+    for position, segment in enumerate(segments):
+        places = {index.get(used, position) for node in segment.nodes for used, _ in operands(node)}
+        earlier = [found[place] for place in places if place < position]
+        alone = not earlier and of_batch.isdisjoint(segment.nodes)
+        found.append(0 if alone else min(earlier, default=position))
+    return found
 
 
 # --- equal layers -----------------------------------------------------------------------------------------------------

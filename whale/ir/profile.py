@@ -421,6 +421,9 @@ class ModelProfile(FileRecord):
             those in the dtype of its parameters.
         cut_dim: the dim of the batch that context degrees cut, such as 1 of (rows, length); 0: none.
         uncut: context degrees at which the model cannot be cut so, with the reason.
+        since: for each layer the position of the first one that it depends on, its own if it is computed of the batch
+            alone; empty: the first of all. A stage computes those that depend on none of the stages before while
+            what they send is on its way.
         coupled: the operator that computes a row of the batch from others, as a batch norm does, so that Whale cuts no
             batch into micro-batches; empty: none.
     """
@@ -446,6 +449,7 @@ class ModelProfile(FileRecord):
     cut_dim: Count = 0
     uncut: tuple[tuple[Count, str], ...] = ()
     coupled: str = ""
+    since: tuple[Count, ...] = ()
 
     @property
     def has_tables(self) -> bool:
@@ -456,6 +460,10 @@ class ModelProfile(FileRecord):
         """The kind of every layer, in order."""
         for position in self.layers:
             yield self.kinds[position]
+
+    def own_layers(self, first: int, last: int) -> list[int]:
+        """Layers of a stage [first, last) that depend on no earlier one, of a stage that is not the first."""
+        return [layer for layer in range(first, last) if self.since[layer] >= first] if first and self.since else []
 
     @model_validator(mode="after")
     def _refers_to_what_there_is(self) -> Self:
@@ -473,6 +481,10 @@ class ModelProfile(FileRecord):
                 raise ValueError(f"{name} refers to position {max(positions)}, but there are only {count} {what}")
         _check_length("paths", self.paths, "layers", self.layers, may_be_empty=True)
         _check_length("experts", self.experts, "layers", self.layers, may_be_empty=True)
+        _check_length("since", self.since, "layers", self.layers, may_be_empty=True)
+        for layer, since in enumerate(self.since):
+            if since > layer:
+                raise ValueError(f"since has {since} for layer {layer}, which can only depend on those up to itself")
         for name, figures in self.device_types.items():
             for figure, value in figures.items():
                 if figure not in DEVICE_FIGURES or value <= 0:
