@@ -316,7 +316,7 @@ def _parameters(captured: Captured, segment: _Segment) -> tuple[str, ...]:
 
 
 def _since(captured: Captured, segments: Sequence[_Segment], index: Mapping[fx.Node, int]) -> list[int]:
-    """For each layer the first one that it depends on; the first of all if it reads no batch."""
+    """For each layer the first one that it depends on; layer 0 if it reads no batch."""
     of_batch = {node for node in captured.graph.nodes if node.name in captured.inputs}
     for node in captured.graph.nodes:
         if not of_batch.isdisjoint(node.all_input_nodes):

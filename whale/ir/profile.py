@@ -422,7 +422,7 @@ class ModelProfile(FileRecord):
         cut_dim: the dim of the batch that context degrees cut, such as 1 of (rows, length); 0: none.
         uncut: context degrees at which the model cannot be cut so, with the reason.
         since: for each layer the position of the first one that it depends on, its own if it is computed of the batch
-            alone; empty: the first of all. A stage computes those that depend on none of the stages before while
+            alone; empty: 0 for all. A stage computes those that depend on none of the stages before while
             what they send is on its way.
         coupled: the operator that computes a row of the batch from others, as a batch norm does, so that Whale cuts no
             batch into micro-batches; empty: none.
