@@ -24,7 +24,7 @@ from whale.annotations import Annotation, module_scopes, replicate, split, stage
 from whale.annotations import cluster as on_devices
 from whale.commands.candidates import CandidateCompiler, PredictedPlan
 from whale.commands.plan_writer import Choice, shortage_of
-from whale.commands.planning import even_stages, shares_by_speed
+from whale.commands.shares_by_speed import even_stages, shares_by_speed
 from whale.compile.trace import Traced, precision_of, trace
 from whale.errors import UsageError, WhaleError
 from whale.graph.capture import batch_leaves
