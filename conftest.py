@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,3 +45,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     collect_seldom()
     logging.getLogger("torch.__trace").propagate = True
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> Iterator[None]:
+    """Nothing looks again through what the tests of a module leave, such as traces that others share: code that has
+    garbage collected, as parallel models do now and then, would take seconds each time."""
+    yield
+    gc.collect()
+    gc.freeze()
