@@ -124,6 +124,15 @@ def test_missing_file_is_named() -> None:
         load_model("nowhere.py:build", {})
 
 
+def test_text_in_place_of_a_number_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "sized.py"
+    path.write_text(
+        "import torch\ndef build(hidden=8, kind='x'):\n    return torch.nn.Linear(hidden, 1), torch.ones(2, 8)"
+    )
+    with pytest.raises(UsageError, match=r"TypeError.*; --set hidden=abc is text, and its default 8$"):
+        load_model(f"{path}:build", {"hidden": "abc", "kind": "y"})
+
+
 @pytest.mark.parametrize("settings", [["a"], ["=1"], ["a-b=1"], ["a=1", "a=2"]])
 def test_wrong_setting_is_refused(settings: list[str]) -> None:
     with pytest.raises(UsageError, match="--set"):

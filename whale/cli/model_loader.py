@@ -111,8 +111,20 @@ def _load_from_file(
         try:
             result = build(**arguments)
         except Exception as error:
-            raise UsageError(f"--model {spec}: {name}() raised {_brief(error, path)}") from error
+            texts = _texts_for_numbers(build, settings)
+            raise UsageError(f"--model {spec}: {name}() raised {_brief(error, path)}{texts}") from error
     return _as_loaded(spec, name, result)
+
+
+def _texts_for_numbers(build: Callable[..., Any], settings: dict[str, Any]) -> str:
+    """Words for settings that are text in place of a number, of which torch says nothing that one could look for."""
+    defaults = {key: one.default for key, one in inspect.signature(build).parameters.items()}
+    found = [
+        f"{key}={value} is text, and its default {defaults[key]}"
+        for key, value in settings.items()
+        if isinstance(value, str) and isinstance(defaults.get(key), int | float)
+    ]
+    return f"; --set {', and '.join(found)}" if found else ""
 
 
 @contextmanager
