@@ -197,8 +197,8 @@ def pipeline_bound(
         windows = _Windows(ahead_each, back_each, sent, early)
         filling, times, rest = _turns(depth, micro_batches)
         through = ahead + last_share * windows.around[:, -1] + back + ends[-1]
-        whole = through[:, None] + filling * np.maximum(ahead_each[:, None], ahead_each)
+        whole = through[:, None] + filling * np.maximum(ahead_each[:, None], ahead_each - early)
         whole += times * windows.around  # and what is left over at either end
-        whole += rest * np.where(times, np.maximum(each[:, None], each), each)
+        whole += rest * np.where(times, np.maximum(each[:, None], each - early), each - early)
         least = max(least, float(whole.max(where=windows.possible, initial=0.0)))
     return least

@@ -394,6 +394,7 @@ def test_no_order_of_stages_holds_more_than_is_said(types: list[tuple[int, list[
     st.floats(0.05, 1.0),
     st.booleans(),
 )
+@example([*([(1.0, 1.0, 1.0, 0.0, 0.0)] * 6), (2.0, 1.0, 1.0, 0.0, 1.0)], 2, 0.75, True)
 def test_no_pipeline_ends_before_its_bound(
     stages: list[tuple[float, ...]], count: int, share: float, begins_alone: bool
 ) -> None:
