@@ -153,12 +153,12 @@ def check(
     def rank_program(rank: int) -> tuple[list[Tensor], dict[Value, Tensor]]:
         own = {value: given[value][rank].detach().requires_grad_(needs_grad(value)) for value in wanted}
         program = programs[rank]
-        given_by = {"received": list(own.values()), "constant": program.constant.code.module()}
+        given_by = {"received": list(own.values()), "constant": program.constant.code.once()}
         arguments = [
             given_by[kind][what] if kind in given_by else element_numbers(kind, what, torch.device("cpu"))
             for kind, what in program.micro_batch.sources
         ]
-        outputs = list(program.micro_batch.code.module(*arguments))
+        outputs = list(program.micro_batch.code.once(*arguments))
         local = {value: part(c, layout.intervals(value, made[value], places[rank])) for value, c in cotangents.items()}
         picked = [(out, local[value]) for out, value in zip(outputs, call.values, strict=True) if value in local]
         picked = [(out, c) for out, c in picked if out.requires_grad]
