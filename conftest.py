@@ -27,7 +27,11 @@ settings.load_profile("whale")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the folder of this run's graphs, in the process that starts the others."""
+    """Make the folder of this run's graphs, in the process that starts the others.
+
+    These have one thread each: those of several would wait for each other, on processors that the others need.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Else each process that compiles kernels starts others, which load torch, to try what vectors the processor has.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if FOLDER not in os.environ:

@@ -7,7 +7,7 @@ Plans are compiled and their memory is counted; how fast they are is for the cal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -39,12 +39,14 @@ class PlanTrials:
         costs: its layers and the cluster's links, and the optimizer whose states must fit.
         options: for all plans.
         auto_shares: whether ranks own of divided state what their memory leaves, where equal shares do not fit.
+        known: memory that was counted already, by the plan's text and how.
     """
 
     traced: Traced
     costs: Costs
     options: Options
     auto_shares: bool
+    known: dict[tuple[str, Callable[..., PeakMemory]], tuple[DeviceMemory, ...]] = field(default_factory=dict)
 
     def compiled(self, plan: Plan) -> Compilation:
         """The model compiled as the plan says."""
@@ -72,17 +74,21 @@ class PlanTrials:
 
     def memory_of(self, plan: Plan) -> tuple[DeviceMemory, ...]:
         """The memory of a plan's devices, counted briefly, with shares of its state that fit if equal ones do not."""
-        memory = self._memory(plan)
+        memory = self._memory(plan, brief_peak_memory)
         other = _with_state(plan, memory) if self.auto_shares and not all_fit(memory) else plan
-        return memory if other == plan else self._memory(other)
+        return memory if other == plan else self._memory(other, brief_peak_memory)
 
     def holds(self, plan: Plan) -> bool:
         """Whether devices hold a plan, counted in full; the profile may not say how long it takes."""
-        return all_fit(self._memory(plan, memory_of=peak_memory))
+        return all_fit(self._memory(plan, peak_memory))
 
-    def _memory(self, plan: Plan, **how: Any) -> tuple[DeviceMemory, ...]:
-        given: Any = {"optimizer": self.costs.optimizer, "device": self.costs.device, **how}
-        return predicted_memory(self.compiled(plan), self.costs.cluster, schedule=self.options.schedule, **given)
+    def _memory(self, plan: Plan, counted: Callable[..., PeakMemory]) -> tuple[DeviceMemory, ...]:
+        key = plan.dumps(), counted
+        if key not in self.known:
+            given: Any = {"optimizer": self.costs.optimizer, "device": self.costs.device, "memory_of": counted}
+            compiled = self.compiled(plan)
+            self.known[key] = predicted_memory(compiled, self.costs.cluster, schedule=self.options.schedule, **given)
+        return self.known[key]
 
 
 @dataclass(frozen=True, kw_only=True)
