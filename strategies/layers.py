@@ -487,21 +487,22 @@ def layered(
 
 
 def within(layers: LayeredModel, rows: Sequence[int]) -> dict[int, LayeredModel] | None:
-    """The same layers for micro-batches of other rows, as far as the captured batch has enough; otherwise None."""
+    """The same layers for micro-batches of other rows, two of them at least, as far as the captured batch has enough;
+    otherwise None. A whole batch is none of them: it is placed by itself, without micro-batches to cut operators along.
+    """
     batch = _batch_rows(layers.captured)
+    fewer = sorted((count for count in rows if count < batch), reverse=True)
     try:
         if sum(rows) <= batch:
             return dict.fromkeys(rows, _cut(layers, batch, rows))
-        if max(rows) > batch:
+        if max(rows) > batch or len(fewer) < 2:
             return None
-        apart = {count: _cut(layers, batch, (count,)) for count in sorted(rows, reverse=True)}
+        apart = {count: _cut(layers, batch, (count,)) for count in fewer}
     except _Coupled:
         return None
-    # A whole batch is placed by itself: it has no micro-batches along which its operators are cut.
-    largest = max((count for count in rows if count < batch), default=0)
-    for count in rows:
-        apart[count].like = apart[largest] if count < largest else None
-    return apart
+    for count in fewer[1:]:
+        apart[count].like = apart[fewer[0]]
+    return {count: apart[count] for count in reversed(fewer)}
 
 
 class _Coupled(UsageError):

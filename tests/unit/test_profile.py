@@ -477,6 +477,16 @@ def test_costs_of_split_experts_do_not_depend_on_the_rows_of_the_captured_batch(
         assert products_flops(split, rows) == pytest.approx(products_flops(whole, rows), rel=0.05)
 
 
+def test_rows_are_placed_alike_where_one_of_them_is_the_whole_captured_batch() -> None:
+    """Else products of 8 and of 12 rows were cut along other dims: an error of Python in place of a profile."""
+    sizes = {"layers": 1, "hidden": 640, "heads": 8, "seq": 64, "vocab": 64, "experts": 16, "top_k": 1, "ffn": 1280}
+    loaded = load_model("examples/models/moe.py:moe", sizes, batch_size=12, device="meta")
+    captured = CandidateCompiler(loaded.model, loaded.batch, name="moe").captured
+    profile = profile_model(loaded.model, loaded.batch, expert_degrees=(4,), name="moe", captured=captured)
+    kind = next(kind for kind in profile.kinds if kind.expert_variants)
+    assert [split.experts for split in kind.expert_variants] == ["whole", "cut"]
+
+
 # --- one capture for all ----------------------------------------------------------------------------------------------
 
 
