@@ -318,7 +318,7 @@ class KindCosts:
     ) -> tuple[Kernel, ...]:
         alike = self._rows_alike(runs, "kernels")
         for same in alike:
-            if len({(one.kind, len(one.dims)) for one in same}) > 1:  # of a whole batch, which is placed by itself
+            if len({(one.kind, len(one.dims)) for one in same}) > 1:  # they are placed in other ways
                 names = ", ".join(f"{one.name} at {rows} rows" for one, rows in zip(same, self.models, strict=True))
                 raise NoLaw(f"layer {self.name}: its kernels depend on the number of rows ({names}), so it has no law")
         looking_up = regions.looking_up([same[0] for same in alike])

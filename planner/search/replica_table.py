@@ -401,8 +401,12 @@ class ReplicaTable(MeshSpace):
         if rows not in self._sizes:
             found = self._sizes[rows] = np.zeros(len(self.chain) + 1)
             if self.prices.runs:
-                sizes = [self.prices.output_bytes(bound - 1, rows) for bound in self.chain.bounds[1:-1]]
-                found[1:-1] = np.array(sizes) * self.prices.waste
+                size, profile = self.prices.precision.element_bytes, self.prices.profile
+                if profile.skips:
+                    sizes = np.array([self.prices.output_bytes(bound - 1, rows) for bound in self.chain.bounds[1:-1]])
+                else:  # as many as layers, each one of a few kinds
+                    sizes = np.array([kind.output.total(rows, size) for kind in profile.kinds])[self._ends[1]]
+                found[1:-1] = sizes * self.prices.waste
         return self._sizes[rows]
 
     def _elsewhere(self, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -325,8 +325,8 @@ def _since(captured: Captured, segments: Sequence[_Segment], index: Mapping[fx.N
     for position, segment in enumerate(segments):
         places = {index.get(used, position) for node in segment.nodes for used, _ in operands(node)}
         earlier = [found[place] for place in places if place < position]
-        alone = not earlier and of_batch.isdisjoint(segment.nodes)
-        found.append(0 if alone else min(earlier, default=position))
+        reads_nothing = not earlier and of_batch.isdisjoint(segment.nodes)
+        found.append(0 if reads_nothing else min(earlier, default=position))
     return found
 
 
