@@ -19,7 +19,8 @@ from whale.runtime.launch import groups, initialize
 # Handlers run last in first out, so that this one sees what `initialize` left to be done at the end.
 atexit.register(lambda: os._exit(3) if dist.is_initialized() else None)
 
-world = initialize(20, expected_world_size=2, device_type="cpu")
+# The survivor of a killed rank waits until its agent restarts it, which takes a loaded machine more than 20 s.
+world = initialize(60, expected_world_size=2, device_type="cpu")
 if world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and "kill" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
 value = torch.tensor(world.rank + 1.0)
