@@ -217,6 +217,31 @@ def test_images_are_as_large_as_the_configuration_says() -> None:
         load_model("hf:vit", settings | {"sequence_length": 7}, device="meta")
 
 
+def test_dotted_keys_are_of_configurations_in_the_configuration() -> None:
+    pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "head_dim": 8}
+    towers = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    settings = {"text_config": sizes, "vision_config": towers, "text_config.num_attention_heads": 4}
+    config: Any = load_model("hf:llama4", settings | {"sequence_length": 8}, device="meta").model.config
+    assert (config.num_attention_heads, config.hidden_size) == (4, 32)  # the model is the one for text
+    with pytest.raises(UsageError, match=r"or 'text_config.num_hidden_layers'|'text_config.num_hidden_layers' or"):
+        load_model("hf:llama4", {"num_hidden_layers": 2}, device="meta")
+    with pytest.raises(UsageError, match=r"--set text_config.num_key_value_heads=3: 4 attention heads cannot share"):
+        load_model("hf:llama4", settings | {"text_config.num_key_value_heads": 3}, device="meta")
+    with pytest.raises(UsageError, match=r"^--set text_config.hidden_size: text_config is 3, which has no hidden_size"):
+        load_model("hf:llama4", {"text_config": 3, "text_config.hidden_size": 8}, device="meta")
+    with pytest.raises(UsageError, match="must be a whole number, at least 0"):
+        load_model("hf:llama4", {"text_config.num_hidden_layers": -1}, device="meta")
+
+
+def test_each_head_has_its_own_keys_where_the_configuration_has_no_number() -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    loaded = load_model("hf:nemotron", sizes | {"vocab_size": 64, "sequence_length": 8}, device="meta")
+    config: Any = loaded.model.config
+    assert config.num_key_value_heads == 4
+
+
 @pytest.mark.parametrize(
     ("model_type", "heads", "pairs", "is_said"),
     [("qwen3", 8, 8, True), ("mixtral", 4, 1, True), ("mixtral", 16, 8, False), ("llama", 8, 8, False)],

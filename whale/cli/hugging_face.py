@@ -3,7 +3,8 @@
 Nothing is downloaded. The task is the one that the architecture is usually trained for and has a loss of its own: a
 sequence-to-sequence model for an encoder with a decoder, a masked language model for an encoder, a causal one for a
 decoder, else the classification of images. Sizes that ``--set`` does not give are the configuration's own, the length
-of a row included, and what was chosen so is said.
+of a row included, and what was chosen so is said. Dotted keys are of configurations in a configuration, as
+``text_config.num_hidden_layers`` of a model for text and images.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def architecture(model_type: str, settings: Mapping[str, Any]) -> Architecture:
 
     Args:
         model_type: as transformers names it.
-        settings: values of its configuration, and those of `BATCH_SETTINGS`.
+        settings: values of its configuration, of configurations in it by dotted keys, and those of `BATCH_SETTINGS`.
 
     Raises:
         UsageError: transformers has no such type or no fitting task for it, or a setting is wrong.
@@ -164,19 +165,19 @@ def architecture(model_type: str, settings: Mapping[str, Any]) -> Architecture:
             f"--model hf:{model_type} has no configuration of its own ({type(error).__name__}: {error}); write a "
             "file.py:callable that returns (model, example_batch)"
         ) from error
-    known = sorted(name for name in {*default.to_dict(), *default.attribute_map})
-    for key in for_config:
+    known = dict(_values_of(default))
+    for key, value in for_config.items():
         if key not in known:
             raise UsageError(
-                f"--set {key}: the configuration of {model_type} has no such value{_suggestion(key, known)}"
+                f"--set {key}: the configuration of {model_type} has no such value{_suggestion(key, sorted(known))}"
             )
-    for key, value in for_config.items():
-        usual = getattr(default, key, None)
+        usual = known[key]
         counts = isinstance(usual, int) and usual > 0 and not key.endswith("_id")
         if counts and isinstance(value, int) and value < 0:
             raise UsageError(f"--set {key}={value!r}: it must be a whole number, at least 0")
+    nested = _nested(for_config)
     try:
-        config = AutoConfig.for_model(model_type, **for_config)
+        config = AutoConfig.for_model(model_type, **nested)
     except Exception as error:
         raise UsageError(f"--model hf:{model_type} with these settings raised {_brief(error)}") from error
     task, inputs = _task(model_type, config)
@@ -199,6 +200,41 @@ def architecture(model_type: str, settings: Mapping[str, Any]) -> Architecture:
         seed=seed,
         assumptions=tuple(assumptions),
     )
+
+
+def _values_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a configuration, and under dotted keys those of configurations in it."""
+    for name in {*config.to_dict(), *config.attribute_map}:
+        value = getattr(config, name, None)
+        yield prefix + name, value
+        if hasattr(value, "attribute_map"):
+            yield from _values_of(value, f"{prefix}{name}.")
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with those of dotted keys in dicts, as configurations take them.
+
+    Raises:
+        UsageError: a key is of something that another one has no parts of.
+    """
+    found: dict[str, Any] = {}
+    for key, value in sorted(settings.items()):  # a whole before its parts
+        *parts, name = key.split(".")
+        inside = found
+        for part in parts:
+            given = inside.get(part, {})
+            if not isinstance(given, dict):
+                raise UsageError(f"--set {key}: {part} is {given!r}, which has no {name}")
+            inside[part] = inside = dict(given)
+        inside[name] = value
+    return found
+
+
+def _key(config: Any, part: Any, name: str) -> str:
+    """The key of a value in *part* of a configuration."""
+    if hasattr(config, name):
+        return name
+    return next((f"{own}.{name}" for own, value in vars(config).items() if value is part), name)
 
 
 def _task(model_type: str, config: Any) -> tuple[Any, str]:
@@ -244,24 +280,27 @@ def _with_start_token(config: Any) -> None:
 
 def _fitted_key_value_heads(config: Any, default: Any, settings: Mapping[str, Any]) -> Iterator[str]:
     """Set a number of key and value heads that divides the heads, if only the heads were given: as many heads share
-    one as by *default*.
+    one as by *default*, or each has its own where the configuration has no number.
 
     Raises:
         UsageError: both were given, and do not divide.
     """
+    text = _text(config)
+    if getattr(text, KEY_VALUE_HEADS, 0) is None:  # as many as heads, which Nemotron's model does not know
+        setattr(text, KEY_VALUE_HEADS, getattr(text, "num_attention_heads", None))
     heads, pairs = _heads(config)
     usual, usual_pairs = _heads(default)
     if heads % pairs == 0 or usual % usual_pairs:  # or it has another meaning
         return
-    if KEY_VALUE_HEADS in settings:
+    key = _key(config, text, KEY_VALUE_HEADS)
+    if key in settings:
         raise UsageError(
-            f"--set {KEY_VALUE_HEADS}={pairs}: {heads} attention heads cannot share them evenly; give a divisor of "
-            f"{heads}"
+            f"--set {key}={pairs}: {heads} attention heads cannot share them evenly; give a divisor of {heads}"
         )
     shared = usual // usual_pairs
     pairs = heads // shared if heads % shared == 0 else heads
-    setattr(_text(config), KEY_VALUE_HEADS, pairs)
-    yield f"{pairs} heads of keys and values for {heads} attention heads; --set {KEY_VALUE_HEADS}=N changes it"
+    setattr(text, KEY_VALUE_HEADS, pairs)
+    yield f"{pairs} heads of keys and values for {heads} attention heads; --set {key}=N changes it"
 
 
 def _heads(config: Any) -> tuple[int, int]:
@@ -286,12 +325,13 @@ def _said_length(length: int, why: str) -> str:
 
 def _assumed_image_size(config: Any, settings: Mapping[str, Any]) -> Iterator[str]:
     size = _image_size(config)
-    if "image_size" not in settings:
+    part = next((part for part in _parts(config) if getattr(part, "image_size", None) is not None), config)
+    if (key := _key(config, part, "image_size")) not in settings:
         height, width = _pair(size or USUAL_IMAGE_SIZE)
         if size is None:
             yield f"images of {height} x {width}, as of ImageNet, since the configuration names no size"
         else:
-            yield f"images of {height} x {width}, the configuration's image_size; --set image_size=N changes it"
+            yield f"images of {height} x {width}, the configuration's image_size; --set {key}=N changes it"
 
 
 def _parts(config: Any) -> list[Any]:
@@ -381,5 +421,6 @@ def _brief(error: BaseException) -> str:
 
 
 def _suggestion(word: str, words: list[str]) -> str:
-    close = difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    inside = [one for one in words if one.endswith(f".{word}")]
+    close = inside or difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

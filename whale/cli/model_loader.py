@@ -45,16 +45,16 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     """Read repeated ``key=value``: JSON where the value is JSON, else Python's three constants, else text.
 
     Raises:
-        UsageError: without ``=``, with a key that is no identifier, or with a key given twice.
+        UsageError: without ``=``, with a key that is no identifier or dotted ones, or with a key given twice.
 
-    >>> parse_settings(["layers=2", "dropout=0.1", "tie=true", "act=gelu", "path=a=b"])
-    {'layers': 2, 'dropout': 0.1, 'tie': True, 'act': 'gelu', 'path': 'a=b'}
+    >>> parse_settings(["layers=2", "dropout=0.1", "tie=true", "act=gelu", "path=a=b", "text_config.layers=3"])
+    {'layers': 2, 'dropout': 0.1, 'tie': True, 'act': 'gelu', 'path': 'a=b', 'text_config.layers': 3}
     """
     constants = {"True": True, "False": False, "None": None}
     parsed: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
-        if not equals or not key.isidentifier():
+        if not equals or not all(map(str.isidentifier, key.split("."))):
             raise UsageError(f"--set {setting!r}: write key=value, where key is a name, for example --set num_layers=2")
         if key in parsed:
             raise UsageError(f"--set {key} is given twice: {parsed[key]!r} and {text!r}; keep one")
@@ -78,7 +78,7 @@ def load_model(
     Args:
         spec: ``file.py:callable``, whose callable returns ``(model, example_batch)``, or ``hf:<model_type>``.
         settings: keyword arguments of the callable, or values for the configuration of the Hugging Face model
-            (which also takes ``sequence_length`` and ``seed`` for its batch).
+            (which also takes ``sequence_length`` and ``seed`` for its batch, and dotted keys for configurations in it).
         batch_size: samples of the global batch, which a callable receives as ``batch_size``.
         any_batch: whether another batch would do, that of a callable without such a parameter.
         device: where parameters are made; ``meta`` allocates nothing.
