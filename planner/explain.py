@@ -374,13 +374,26 @@ def _changes(workload: Workload, replicas: Sequence[_Replicas]) -> Iterator[_Try
     busiest = max(range(len(stages)), key=lambda index: _longest(stages[index]))
     own = replicas[busiest]
     count = len(own.row_seconds)
-    what = "one device" if own.size == 1 else f"a replica of {own.size} devices"
-    yield _Try(
-        f"{what} more for stage {busiest}, if there was one ({count + 1} instead of {count})",
-        _replaced(workload, busiest, partial(_scaled, factor=own.seconds(more=1) / own.seconds())),
-    )
+    if count > 1:  # a second replica would sum gradients, whose bytes and links a workload without sums does not have
+        what = "one device" if own.size == 1 else f"a replica of {own.size} devices"
+        yield _Try(
+            f"{what} more for stage {busiest}, if there was one ({count + 1} instead of {count})",
+            _with_another(workload, busiest, own.seconds(more=1) / own.seconds()),
+        )
     if several:
         yield from _moved(workload, busiest)
+
+
+def _with_another(workload: Workload, index: int, factor: float) -> Workload:
+    """A stage with a replica more, whose tasks take a *factor* of the time: a sum over n ranks sends 2 (n - 1) / n of
+    its bytes through each of them."""
+    reductions = [
+        _with(one, seconds=one.seconds * n * n / (n * n - 1))
+        if index in one.stages and (n := len(one.ranks)) > 1
+        else one
+        for one in workload.reductions
+    ]
+    return _with(_replaced(workload, index, partial(_scaled, factor=factor)), reductions=tuple(reductions))
 
 
 def _moved(workload: Workload, busiest: int) -> Iterator[_Try]:

@@ -114,6 +114,17 @@ def test_a_device_more_is_priced_with_whole_rows() -> None:
         assert (change in found.changes) == (max(own) > least)
 
 
+def test_a_replica_more_makes_sums_of_gradients_longer_and_the_first_one_is_not_proposed() -> None:
+    """A sum over n ranks sends 2 (n - 1) / n of its bytes through each; of one rank there is none to go by."""
+    stage = StageWork(ranks=(0, 1), forward=(2.0, 2.0), backward=(4.0, 4.0), weights=(2.0, 2.0), kept_bytes=(0, 0))
+    reduction = Reduction(ranks=(0, 1), stages=(0,), bytes=10**9, seconds=6.0)
+    found = explain(Workload(world_size=2, micro_batches=1, stages=(stage,), reductions=(reduction,)), num_changes=9)
+    change = next(one for one in (*found.changes, *found.others) if "3 instead of 2" in one.what)
+    assert change.step_seconds == pytest.approx(4.0 + 6.0 * 4 / 3)
+    alone = explain(pipeline(1.0, 3.0))
+    assert not any("more for stage" in one.what for one in (*alone.changes, *alone.others))
+
+
 def test_shares_and_smaller_micro_batches_are_priced_with_whole_rows() -> None:
     axis = PlanAxis(name="replicate", size=2, role="replicate", shares=(2, 1))
     stages = (PlanStage(ranks=(0, 1), axes=(axis,)), PlanStage(ranks=(2,), axes=()))
