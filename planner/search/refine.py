@@ -395,8 +395,12 @@ def _as_two(draft: PartialPlan, stage: int, one: Mesh, other: Mesh) -> Iterator[
 
 
 def _fewer_devices(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    """A stage with half of its devices, at any degree, or not at all: on slow networks fewer devices are faster."""
+    """A stage with half of its devices, at any degree, or not at all: on slow networks fewer devices are faster; or
+    without those of a data slice, where others divide the rows more evenly."""
     mesh = draft.meshes[stage]
+    for pool, count in enumerate(mesh.counts):
+        if mesh.size <= count and mesh.data > 1:
+            yield _put(draft.meshes, {stage: _with(mesh, pool, -mesh.size)})
     half = _half(mesh, 1)
     for division in fit_divisions(meshes, half) if any(half) else ():
         yield _put(draft.meshes, {stage: Mesh(half, *division)})

@@ -342,6 +342,8 @@ class SearchedModel:
             precision="tf32" if precision == "tf32" else None,
             scopes=scopes,
         )
+        if profile is None:
+            note(f"profiling {loaded.name}")
         inputs = search_inputs(trial, loaded.batch, cluster, profile=profile, rules=rules)
         return cls(
             profile=inputs.profile,
