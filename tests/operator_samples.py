@@ -88,6 +88,7 @@ def samples() -> Iterator[Sample]:
     yield from _pointwise()
     yield from _shape()
     yield from _matmul()
+    yield from _matrices()
     yield from _reduce()
     yield from _index()
     yield from _loss()
@@ -156,6 +157,7 @@ def _pointwise() -> Iterator[Sample]:
     yield S(aten.masked_fill.Tensor, x(4, 6), bools(4, 1), x(), offers=("S(0),S(0),R*->S(0)",))
     yield S(aten.fill.Scalar, x(4, 6), 2.0)
     yield S(aten.fill.Tensor, x(4, 6), x())
+    yield S(aten.zero.default, x(4, 6))
     yield S(aten.prelu.default, x(4, 6, 3), x(6), offers=("S(1),S(0)->S(1)", "S(0),R*->S(0)"))
     yield S(aten.prelu.default, x(4, 6), x(1))
     yield S(aten.searchsorted.Tensor, torch.linspace(-1, 1, 7), data(4, 6).float(), offers=("R*,S(0)->S(0)",))
@@ -305,6 +307,30 @@ def _matmul() -> Iterator[Sample]:
     )
     yield S(attention, x(4, 6, 5, 3), x(4, 1, 7, 3), x(4, 1, 7, 3), enable_gqa=True, offers=("S(1),R*,R*->S(1)",))
     yield S(attention, x(6, 5, 3), x(6, 7, 3), x(6, 7, 3), offers=("S(0),S(0),S(0)->S(0)",))
+
+
+def _matrices() -> Iterator[Sample]:
+    square = x(4, 3, 3).detach() + 2 * torch.eye(3, dtype=torch.float64)
+    positive = square @ square.mT
+    for target, results, given in (
+        (aten._linalg_det.default, 3, square), (aten._linalg_slogdet.default, 4, square),
+        (aten.linalg_inv_ex.default, 2, square), (aten.linalg_matrix_exp.default, 1, square),
+        (aten.linalg_qr.default, 2, square), (aten.linalg_lu_factor_ex.default, 3, square),
+        (aten._linalg_svd.default, 3, square), (aten._linalg_eigh.default, 2, positive),
+        (aten.linalg_cholesky_ex.default, 2, positive), (aten.cholesky.default, 1, positive),
+    ):  # fmt: skip
+        yield S(target, given.clone().requires_grad_(), offers=(f"S(0)->{','.join(['S(0)'] * results)}",))
+    yield S(aten._linalg_eigvals.default, square, offers=("S(0)->S(0)",))
+    yield S(aten.linalg_eig.default, square, offers=("S(0)->S(0),S(0)",))
+    yield S(aten.cholesky_inverse.default, torch.linalg.cholesky(positive), offers=("S(0)->S(0)",))
+    yield S(aten.cholesky_solve.default, data(4, 3, 2), torch.linalg.cholesky(positive), offers=("S(0),S(0)->S(0)",))
+    triangular = torch.linalg.cholesky(positive).requires_grad_()
+    yield S(aten.linalg_solve_triangular.default, triangular, x(4, 3, 2), upper=False)
+    leaf = square.clone().requires_grad_()
+    solved = "S(0),S(0)->S(0),S(0),S(0),S(0)"
+    yield S(aten._linalg_solve_ex.default, leaf, x(4, 3, 2), offers=(solved,))
+    yield S(aten._linalg_solve_ex.default, leaf, x(4, 3), offers=(solved,))
+    yield S(aten._linalg_solve_ex.default, leaf, x(3, 2), refused=True)
 
 
 def _reduce() -> Iterator[Sample]:

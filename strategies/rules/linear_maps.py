@@ -57,7 +57,7 @@ def _where(op: Op) -> Rule:
     return rule
 
 
-@register("aten.fill")
+@register("aten.fill", "aten.zero")
 def _fill(op: Op) -> Rule:
     return pointwise(op)
 

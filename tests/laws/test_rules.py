@@ -79,12 +79,13 @@ def test_two_mesh_axes_compute_what_the_whole_does(calls: dict[int, Call], numbe
 
 
 KEYWORDS: dict[str, Any] = {
-    "alpha": 2, "approximate": "tanh", "beta": 2, "correction": 2, "descending": True, "device": torch.device("cpu"),
-    "dim": 0, "dtype": torch.float64, "enable_gqa": True, "generator": None, "implicit": True, "include_self": False,
-    "keepdim": True, "layout": torch.strided, "log_target": True, "memory_format": torch.contiguous_format,
-    "non_blocking": True, "out_int32": True, "output_size": None, "path": None, "pin_memory": False, "reduce": "add",
-    "right": True, "rounding_mode": "trunc", "scale": 0.5, "side": "right", "sorter": None, "sparse_grad": False,
-    "stable": False, "value": 2,
+    "alpha": 2, "approximate": "tanh", "beta": 2, "check_errors": True, "correction": 2, "descending": True,
+    "device": torch.device("cpu"), "dim": 0, "driver": None, "dtype": torch.float64, "enable_gqa": True,
+    "generator": None, "implicit": True, "include_self": False, "keepdim": True, "layout": torch.strided, "left": True,
+    "log_target": True, "memory_format": torch.contiguous_format, "non_blocking": True, "out_int32": True,
+    "output_size": None, "path": None, "pin_memory": False, "pivot": True, "reduce": "add", "right": True,
+    "rounding_mode": "trunc", "scale": 0.5, "side": "right", "sorter": None, "sparse_grad": False, "stable": False,
+    "unitriangular": False, "upper": True, "value": 2,
 }  # fmt: skip
 """A value for every argument that can only be given by its name."""
 
