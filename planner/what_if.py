@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from whale.errors import UsageError
 from whale.ir.cluster import Cluster, Device, DeviceType, Node
-from whale.ir.device_names import matching_types
+from whale.ir.device_names import matching_types, near_types
 
 __all__ = ["only", "with_node", "without"]
 
@@ -102,8 +102,11 @@ def with_node(cluster: Cluster, what: str, catalog: Mapping[str, DeviceType]) ->
         if len(named) > 1:
             raise UsageError(f"--with {part}: {written[2]!r} is {_either(named)}; say which")
         if not named:
-            near = difflib.get_close_matches(written[2], types, n=3) or list(types)[:3]
-            raise UsageError(f"--with {part}: unknown device type {written[2]!r}; did you mean {' or '.join(near)}?")
+            near = near_types(written[2], list(types))
+            hint = (
+                f"did you mean {' or '.join(near)}?" if near else "define it under [device_types] of the cluster file"
+            )
+            raise UsageError(f"--with {part}: unknown device type {written[2]!r}; {hint}")
         count, type_ = int(written[1]), types[named[0]]
         first = cluster.nodes[0]
         like = next((node for node, own in nodes if own[0].name == type_.name), None)

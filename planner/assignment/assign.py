@@ -431,9 +431,10 @@ class _Pool:
         legal = [count for count in (below, below + unit) if count >= fixed + at_least * unit and count > 0]
         legal = legal or [fixed + at_least * unit]
         rule = f"{fixed} and a multiple of {unit}" if fixed else f"a multiple of {unit}"
+        verb = "needs" if len(self.demands) == 1 else "need"
         return InfeasibleError(
-            f"{self.describe()} need {rule} devices, and {self.name} {num_devices}; use {' or '.join(map(str, legal))} "
-            "devices, or change the degrees"
+            f"{self.describe()} {verb} {rule} devices, and {self.name} {num_devices}; use "
+            f"{' or '.join(map(str, legal))} devices, or change the degrees"
         )
 
 

@@ -33,7 +33,15 @@ from whale.planner.cost.uniform import Stages
 from whale.planner.network.communication import send
 from whale.planner.schedules.in_flight import in_flight
 
-__all__ = ["Pipeline", "boundless", "cut_problem", "cuts_by_speed", "pipeline_by_speed", "rows_by_speed"]
+__all__ = [
+    "Pipeline",
+    "boundless",
+    "cut_problem",
+    "cuts_by_speed",
+    "pipeline_by_speed",
+    "refuse_misfit",
+    "rows_by_speed",
+]
 
 
 MOST_SETTLED = 8
@@ -75,6 +83,26 @@ def cuts_by_speed(
     relieved = _relieved(stages, _cut_that_fits, ladders, others)
     remedies = ((change, _settled(other)) for change, other in relieved)
     return _layers(stages, fastest_cut(_settled(stages, "step"), remedies=remedies))
+
+
+def refuse_misfit(cluster: Cluster, num_stages: int, replicas: int, schedule: str) -> None:
+    """Refuse stages and replicas that do not fill a cluster, or share devices.
+
+    Raises:
+        UsageError: with what would be one.
+    """
+    needed = num_stages * replicas
+    if needed != len(cluster.devices):
+        verb = "needs" if num_stages == 1 else "need"
+        raise UsageError(
+            f"{counted(num_stages, 'stage')} of {counted(replicas, 'replica')} {verb} {counted(needed, 'device')}, but "
+            f"the cluster has {len(cluster.devices)}; change the stages, the replicas or the cluster"
+        )
+    if schedule == "interleaved" and num_stages > 1:
+        raise UsageError(
+            "schedule 'interleaved' is for stages that share devices, and these have each its own; annotate the stages "
+            "of the model, which then go round the devices, or use another schedule"
+        )
 
 
 def pipeline_by_speed(
@@ -121,12 +149,7 @@ def pipeline_by_speed(
         UsageError: the numbers do not fit the cluster or the batch.
         InfeasibleError: no cut fits in memory.
     """
-    if num_stages * replicas != len(cluster.devices):
-        raise UsageError(
-            f"{counted(num_stages, 'stage')} of {counted(replicas, 'replica')} need "
-            f"{counted(num_stages * replicas, 'device')}, but the cluster has {len(cluster.devices)}; change the "
-            "stages, the replicas or the cluster"
-        )
+    refuse_misfit(cluster, num_stages, replicas, schedule)
     refuse_tiny(cluster.devices, len(cluster.devices))
     if num_stages == 1:
         return Pipeline((range(len(profile.layers)),), (tuple(range(replicas)),))

@@ -234,6 +234,12 @@ def test_dotted_keys_are_of_configurations_in_the_configuration() -> None:
         load_model("hf:llama4", {"text_config.num_hidden_layers": -1}, device="meta")
 
 
+def test_a_model_type_in_capitals_is_told_its_name() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(UsageError, match=r"knows no such model type; did you mean 'gpt2'\?"):
+        load_model("hf:GPT2", {}, device="meta")
+
+
 def test_each_head_has_its_own_keys_where_the_configuration_has_no_number() -> None:
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -178,7 +178,7 @@ def test_devices_keep_their_ranks_speeds_and_memory() -> None:
         (
             whole("split(4)"),
             6,
-            "the model with split.4. on 4 need a multiple of 4 devices, and there are 6; use 4 or 8",
+            "the model with split.4. on 4 needs a multiple of 4 devices, and there are 6; use 4 or 8",
         ),
         (staged("stage(2)", "stage: split", "stage: split"), 5, "2 and a multiple of 2 devices.*5; use 4 or 6"),
         (staged("stage(4)", "stage: split"), 4, "4 and a multiple of 1 devices.*4; use 5 devices"),

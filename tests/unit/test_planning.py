@@ -433,6 +433,10 @@ def test_a_profile_stands_in_for_the_model(profile: ModelProfile, tmp_path: Path
             "12 rows does not make 5 micro-batches: with 3 rows each",
         ),
         (("--batch", "12", "--schedule", "zero_bubble"), "choose of gpipe and 1f1b"),
+        (
+            ("--batch", "12", "--stages", "2", "--schedule", "interleaved"),
+            "these have each its own; annotate the stages",
+        ),
         (("--batch", "12", "--optimizer", "sgd"), "--optimizer is for --model"),
     ):
         wrong = run(*arguments)

@@ -86,3 +86,10 @@ def test_a_node_of_nothing_known_is_refused(what: str, says: str) -> None:
 def test_a_single_node_says_that_links_between_nodes_are_missing() -> None:
     with pytest.raises(UsageError, match="inter_node"):
         with_node(Cluster.of([("a", FAST)]), "1xfast", {})
+
+
+def test_an_unknown_type_is_told_from_those_that_look_like_it_or_from_none() -> None:
+    with pytest.raises(UsageError, match=r"unknown device type 'T5'; did you mean T4"):
+        with_node(CLUSTER, "3xT5", device_types())
+    with pytest.raises(UsageError, match=r"unknown device type 'xyz'; define it under \[device_types\]"):
+        with_node(CLUSTER, "3xxyz", {})

@@ -422,5 +422,5 @@ def _brief(error: BaseException) -> str:
 
 def _suggestion(word: str, words: list[str]) -> str:
     inside = [one for one in words if one.endswith(f".{word}")]
-    close = inside or difflib.get_close_matches(word, words, n=1)
+    close = inside or difflib.get_close_matches(word, words, n=1) or difflib.get_close_matches(word.lower(), words, n=1)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

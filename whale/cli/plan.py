@@ -133,7 +133,9 @@ def plan(
         raise UsageError("whale plan needs --cluster, and --model or --profile or both (or --schema)")
     if spec is not None and replicas is not None and stages is None:
         raise UsageError("--replicas is for --stages; an annotated model says its replicas itself")
+    from whale.ir.micro_batches import rows_of_micro_batch
     from whale.ir.profile import ModelProfile
+    from whale.planner.balance.by_speed import refuse_misfit
     from whale.planner.cost.precision import precision_named
     from whale.planner.schedules.orders import SCHEDULES
 
@@ -144,6 +146,11 @@ def plan(
         raise UsageError(f"unknown schedule {schedule!r}; use one of {', '.join(SCHEDULES)}")
     profile = ModelProfile.load(profile_file) if profile_file is not None else None
     cluster = load_cluster(cluster_file, profile)
+    if batch_size is not None:
+        rows_of_micro_batch(batch_size, micro_batches)
+    if stages is not None:
+        replicas = replicas or max(1, len(cluster.devices) // stages)
+        refuse_misfit(cluster, stages, replicas, schedule)
     if spec is None:
         assert profile is not None
         told = ((settings, "--set"), (precision, "--precision"), (optimizer != "adamw", "--optimizer"))
@@ -250,7 +257,7 @@ def plan(
     if stages is None:
         found = plan_under()
     else:
-        replicas = replicas or max(1, len(cluster.devices) // stages)
+        assert replicas is not None
         if scopes:
             raise UsageError(f"--stages {stages} is for a model without annotations, but {loaded.name} has some")
         rules: tuple[Recompute, ...] = ("none", "full") if recompute == "auto" else (recompute or "none",)

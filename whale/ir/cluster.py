@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic_core import ErrorDetails
 
 from whale.errors import InputFileError, PlanMismatchError, UsageError
-from whale.ir.device_names import matching_types
+from whale.ir.device_names import matching_types, near_types
 from whale.ir.document import Document, Format, parse_document, read_document
 from whale.ir.file_kinds import said_of_another_kind
 from whale.ir.json_text import format_json
@@ -665,8 +665,7 @@ def _no_type(name: str, named: Sequence[str], types: Mapping[str, DeviceType]) -
     """Why a name is not that of one device type."""
     if named:
         return f"{name!r} is {', '.join(named[:-1])} or {named[-1]}; say which"
-    near = [known for known in types if known.lower().startswith(name.lower())][:6]
-    near = near or difflib.get_close_matches(name, types, n=3)
+    near = near_types(name, types)
     hint = f"did you mean {' or '.join(map(repr, near))}? Otherwise define" if near else "define"
     return f"unknown device type {name!r}; {hint} it under [device_types]"
 

@@ -7,10 +7,11 @@ those of the types that it is passed.
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-__all__ = ["matching_types"]
+__all__ = ["matching_types", "near_types"]
 
 _BRANDS = re.compile(r"^(nvidia|amd|intel|habana|tesla|geforce|quadro|instinct|radeon|rtx|gtx|gpu|hpu)+")
 """Makers and brands before a model, which do not tell it from others: the numbers after RTX and GTX are distinct."""
@@ -75,3 +76,13 @@ def _form_fits(said: tuple[str, ...], own: tuple[str, ...]) -> bool:
     if not any(map(_MEMORY_KIND.fullmatch, said)):
         return True
     return not any(form in own and form not in said for form in _FORMS)
+
+
+def near_types(name: str, types: Iterable[str]) -> list[str]:
+    """Names of device types that begin with a name, or look like it.
+
+    >>> near_types("T5", ["K80 (per GK210 die)", "T4", "A100-SXM4-80GB"])
+    ['T4']
+    """
+    near = [known for known in types if known.lower().startswith(name.lower())][:6]
+    return near or difflib.get_close_matches(name, types, n=3, cutoff=0.5)
