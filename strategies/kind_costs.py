@@ -76,6 +76,7 @@ class KindCosts:
         rules: whether it is also run with backwards that compute values again.
         most_rows: of a micro-batch, for these.
         multiples: gives the models in which a micro-batch has multiples of a degree's rows; those of *models* have.
+        check: called before each measurement; may raise to end them.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class KindCosts:
         rules: bool = False,
         most_rows: int = MOST_PLACED,
         multiples: Callable[[int], Mapping[int, LayeredModel]] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.models, self.kind, self.counted, self.rules = models, kind, counted, rules
+        self.check = check
         self.most_rows = min(MOST_PLACED, 1 << (most_rows - 1).bit_length())
         self.multiples = multiples or (lambda _: models)
         first = next(iter(models.values()))
@@ -106,6 +109,7 @@ class KindCosts:
 
         False, and nothing is traced, where they divide rows, unless the rows are *divisible* by the degree.
         """
+        self.check()
         first = next(iter(self.models.values()))
         if not (experts or divisible or context > 1) and first.divides_rows(self.kind, degree):
             return False

@@ -57,6 +57,7 @@ def profile_model(
     most_rows: int = MOST_PLACED,
     known: KnownLayers | None = None,
     scopes: Mapping[str, ScopePath] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> ModelProfile:
     """Profile *model*, trained on batches like *batch* (of which only shapes matter, and not the number of rows).
 
@@ -70,6 +71,7 @@ def profile_model(
     rows; layers then take about twice as long.
     *known* has the layers that an earlier profile of the same model and batch captured, and gets those of this one.
     *scopes* are those of modules whose annotations were taken off: layers begin where these do.
+    *check* is called before each measurement, and ends all by what it raises.
 
     Raises:
         CaptureError, UsageError: the model cannot be captured, or is none that training could split into rows.
@@ -84,7 +86,9 @@ def profile_model(
         return _in_multiples(capturing, [degree for degree in degrees if degree > 1], first)
 
     costs = [
-        KindCosts(models, kind, rules=rules, most_rows=most_rows, multiples=lambda degree: multiples()[degree])
+        KindCosts(
+            models, kind, rules=rules, most_rows=most_rows, multiples=lambda degree: multiples()[degree], check=check
+        )
         for kind in range(len(first.chain.names))
     ]
     refused = _measured(costs, degrees, lambda some: _in_multiples(capturing, some, first))
@@ -113,7 +117,8 @@ def profile_model(
     if ways and any(experts):
         more = _in_multiples(capturing, ways, first)
         for position, modules in enumerate(experts):
-            costs_at = {way: KindCosts(own, position, rules=rules) for way, own in more.items()} if modules else {}
+            known_at = {way: KindCosts(own, position, rules=rules, check=check) for way, own in more.items()}
+            costs_at = known_at if modules else {}
             split = [_with(v, between[position]) for v in _expert_variants(costs_at, modules, sent=sent[position])]
             kinds[position] = kinds[position].model_copy(update={"expert_variants": tuple(split)})
     cuts = sorted({*context_degrees} - {1})
@@ -231,7 +236,7 @@ def _measured(
     for degree, models in in_multiples(wanted).items() if wanted else ():
         for kind in divided[degree]:
             kind.divided[degree] = KindCosts(
-                models, kind.kind, list(models), rules=kind.rules, most_rows=kind.most_rows
+                models, kind.kind, list(models), rules=kind.rules, most_rows=kind.most_rows, check=kind.check
             )
             kind.divided[degree].measure(degree, divisible=True)
     return refused

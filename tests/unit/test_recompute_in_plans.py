@@ -212,6 +212,22 @@ def test_layers_are_captured_once_for_a_profile_and_its_rules(monkeypatch: pytes
     assert ruled.kinds == profile_model(model, batch, **given, rules=True).kinds
 
 
+def test_rules_are_not_measured_to_the_end_where_a_search_is_stopped() -> None:
+    model, batch = decoder(layers=1, heads=2, width=8).to("meta").float(), tokens(4, 8)
+    trial = CandidateCompiler(model, batch, name="stopped")
+    plain = profile_model(model, batch, tensor_degrees=(1, 2), captured=trial.captured, known=trial.layers)
+    asked: list[bool] = []
+
+    def stop() -> bool:
+        asked.append(len(asked) == 2)
+        return asked[-1]
+
+    assert trial.with_rules(plain, stop=stop) is plain
+    assert asked == [False, False, True]
+    assert trial.with_rules(plain).rules != plain.rules
+    assert trial.with_cuts(plain, (2,), stop=lambda: True) is plain
+
+
 def test_a_profile_for_few_rows_has_the_rules_of_one_for_many() -> None:
     """In a group of four the layers are placed in another way from eight rows on."""
     model, batch = decoder(layers=2, heads=16, width=1024).to("meta").float(), tokens(4, 1024)

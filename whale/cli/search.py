@@ -419,7 +419,7 @@ class _Run:
                 stop=self.interruption.came,
                 known=known,
                 processes=available_cores(),
-                with_rules=None if self.model is None else partial(self.model.with_rules, rows=case.batch),
+                with_rules=None if self.model is None else self._with_rules(self.model, case.batch),
                 with_cuts=None if self.model is None else self._with_cuts(self.model, case.cluster),
                 with_tables=None if trial is None else self._with_tables(trial),
             )
@@ -433,11 +433,13 @@ class _Run:
             choices.append(replace(choice, plan=choice.plan.model_copy(update=said)))
         return replace(found, choices=tuple(choices))
 
-    @staticmethod
-    def _with_cuts(model: CandidateCompiler, cluster: Cluster) -> Callable[[ModelProfile], ModelProfile]:
+    def _with_rules(self, model: CandidateCompiler, rows: int) -> Callable[[ModelProfile], ModelProfile]:
+        return partial(model.with_rules, rows=rows, stop=self.interruption.came)
+
+    def _with_cuts(self, model: CandidateCompiler, cluster: Cluster) -> Callable[[ModelProfile], ModelProfile]:
         from whale.commands.automatic import context_degrees
 
-        return partial(model.with_cuts, degrees=context_degrees(cluster))
+        return partial(model.with_cuts, degrees=context_degrees(cluster), stop=self.interruption.came)
 
     @staticmethod
     def _with_tables(model: CandidateCompiler) -> Callable[..., Iterator[Choice]]:

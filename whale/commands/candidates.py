@@ -47,6 +47,10 @@ class PredictedPlan(NamedTuple):
     predicted: Predicted
 
 
+class _Stopped(Exception):
+    """A profile was to stop."""
+
+
 class CandidateCompiler:
     """A model to compile for plans that have annotations. Its own annotations are removed before (`take_scopes`).
 
@@ -106,16 +110,21 @@ class CandidateCompiler:
         """The capture, for profiling; None if it is not of the unmodified training model."""
         return self.traced.captured if self.training and not self.options.promote else None
 
-    def with_rules(self, profile: ModelProfile, *, rows: int = MOST_PLACED) -> ModelProfile:
+    def with_rules(
+        self, profile: ModelProfile, *, rows: int = MOST_PLACED, stop: Callable[[], bool] = lambda: False
+    ) -> ModelProfile:
         """A profile of the model, with what each rule of recompute keeps and computes again in micro-batches of up to
-        *rows* rows."""
+        *rows* rows; as it was where it was to *stop*."""
         cuts = [variant.context_degree for variant in profile.kinds[0].context_variants]
         parts = ("variants", "expert_variants", "context_variants")
-        return self._remade(profile, parts, cuts, rules=True, most_rows=rows)
+        return self._remade(profile, parts, cuts, rules=True, most_rows=rows, stop=stop)
 
-    def with_cuts(self, profile: ModelProfile, degrees: Sequence[int]) -> ModelProfile:
-        """A profile of the model, with what its layers cost on devices that cut each row, at these *degrees*."""
-        return self._remade(profile, ("context_variants",), degrees, rules=profile.rules == RECOMPUTES)
+    def with_cuts(
+        self, profile: ModelProfile, degrees: Sequence[int], *, stop: Callable[[], bool] = lambda: False
+    ) -> ModelProfile:
+        """A profile of the model, with what its layers cost on devices that cut each row, at these *degrees*; as it
+        was where it was to *stop*."""
+        return self._remade(profile, ("context_variants",), degrees, rules=profile.rules == RECOMPUTES, stop=stop)
 
     def _remade(
         self,
@@ -125,10 +134,30 @@ class CandidateCompiler:
         *,
         rules: bool,
         most_rows: int = MOST_PLACED,
+        stop: Callable[[], bool],
     ) -> ModelProfile:
         """A profile with some *parts* of its kinds of layers made again."""
+
+        def check() -> None:
+            if stop():
+                raise _Stopped
+
+        try:
+            made = self._made_again(profile, parts, cuts, rules=rules, most_rows=most_rows, check=check)
+        except _Stopped:
+            return profile
+        again = [
+            old.model_copy(update={part: getattr(new, part) for part in parts})
+            for old, new in zip(profile.kinds, made.kinds, strict=True)
+        ]
+        update = {"kinds": tuple(again), "rules": made.rules, "cut_dim": made.cut_dim, "uncut": made.uncut}
+        return profile.model_copy(update=update)
+
+    def _made_again(
+        self, profile: ModelProfile, parts: Sequence[str], cuts: Sequence[int], **options: Any
+    ) -> ModelProfile:
         kinds = profile.kinds
-        made = profile_model(
+        return profile_model(
             self.model,
             self.batch,
             tensor_degrees=[variant.tensor_degree for variant in kinds[0].variants] if "variants" in parts else [1],
@@ -141,17 +170,10 @@ class CandidateCompiler:
             name=profile.name,
             captured=self.captured,
             precision=self.options.precision,
-            rules=rules,
-            most_rows=most_rows,
             known=self.layers,
             scopes=self.scopes,
+            **options,
         )
-        again = [
-            old.model_copy(update={part: getattr(new, part) for part in parts})
-            for old, new in zip(kinds, made.kinds, strict=True)
-        ]
-        update = {"kinds": tuple(again), "rules": made.rules, "cut_dim": made.cut_dim, "uncut": made.uncut}
-        return profile.model_copy(update=update)
 
     def uncut(self, micro_batches: int) -> str:
         """Reason why its batch cannot be divided into a number of micro-batches: an operator that computes a row from
