@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -67,6 +67,18 @@ class AxisProblem:
     experts: Mapping[fx.Node, Experts] = field(default_factory=dict)
     fixed: Mapping[Value, Placement] = field(default_factory=dict)
 
+    def divides(self, node: fx.Node, factor: int) -> bool:
+        """Whether the ranks may divide an operator along an axis factor, if that is not asked for: a rank without any
+        of it would wait for the others, and messages are padded to the largest part. Whole experts wait for the rows of
+        others in any case, and stay in the rows of the operators around them."""
+        own = self.experts.get(node) == "whole" and factor in self._rows
+        return factor < 0 or own or self.units(node, factor) >= self.size
+
+    @cached_property
+    def _rows(self) -> frozenset[int]:
+        """The axis factors along which operators are to be cut."""
+        return frozenset(factor for factor in self.along.values() if factor is not None and factor >= 0)
+
 
 @dataclass
 class AxisSolution:
@@ -89,13 +101,7 @@ def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[in
     fit = [i for i, c in enumerate(every) if c.factor < 0 or analysis.factors.size(c.factor) >= problem.size]
     whole = [_WHOLE] * bool(analysis.ops[node].operands)
     if factor is None:
-        # a rank without rows would wait for the others, and messages are padded to the largest part
-        usable = [
-            i
-            for i in fit
-            if every[i].form not in ASKED
-            and (every[i].factor < 0 or problem.units(node, every[i].factor) >= problem.size)
-        ]
+        usable = [i for i, c in enumerate(every) if c.form not in ASKED and problem.divides(node, c.factor)]
         routed = {i for i in usable if every[i].form == ROUTED}
         match problem.experts.get(node):
             case "whole" if routed:
@@ -104,7 +110,7 @@ def _allowed(analysis: Analysis, problem: AxisProblem, node: fx.Node) -> list[in
                 usable = [i for i in usable if i not in routed]
         return usable + whole
     if node in problem.attention:
-        heads = [i for i in fit if every[i].factor < 0 or problem.units(node, every[i].factor) >= problem.size]
+        heads = [i for i in fit if problem.divides(node, every[i].factor)]
         cut = allowed_ways(analysis, node, factor, problem.attention[node], heads)
     else:
         cut = [i for i, c in enumerate(every) if c.factor == factor >= 0]
@@ -215,7 +221,7 @@ class _Solver:
             tuple([problem.local_bytes((node, i)) for i in range(form.num_outputs)]),
             problem.local_bytes(self.analysis.ops[node].operands[0]) if rule.windows else 0,
             self._ring(node) if node in problem.attention and any(c.form == "ring" for c in choices_of) else 0,
-            tuple([f < 0 or problem.units(node, f) >= size for f in form.factors])
+            tuple([problem.divides(node, f) for f in form.factors])
             if along is None or node in problem.attention
             else (),
             (problem.attention[node],) if node in problem.attention else (),

@@ -31,7 +31,7 @@ def worlds() -> Iterator[Worlds]:
         yield made
 
 
-def moe(kind: str, experts: int = 4, **options: Any) -> zoo.Example:
+def moe(kind: str, experts: int = 4, rows: int = zoo.ROWS, **options: Any) -> zoo.Example:
     """A small mixture of a family, with the loss that balances experts where the family has one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -43,7 +43,7 @@ def moe(kind: str, experts: int = 4, **options: Any) -> zoo.Example:
     given = {**sizes, **heads, **counts, **hidden, **special, "output_router_logits": True, **options}
     known = {*AutoConfig.for_model(kind).to_dict(), *options}
     config = AutoConfig.for_model(kind, **{name: value for name, value in given.items() if name in known})
-    return AutoModelForCausalLM.from_config(config).double(), zoo.tokens()
+    return AutoModelForCausalLM.from_config(config).double(), zoo.tokens(rows)
 
 
 class Family:
@@ -101,6 +101,14 @@ def test_counts_that_do_not_divide(worlds: Worlds, experts: int) -> None:
     assert sorted(n for found in results for n in experts_held(found.held)) == sorted(
         experts // 3 + (rank < experts % 3) for rank in range(3)
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}], ids=str)
+def test_ranks_without_rows_have_experts_for_those_of_others(worlds: Worlds, options: dict[str, Any]) -> None:
+    rows = 2 * options.get("micro_batches", 1)
+    family = Family("mixtral", rows=rows, output_router_logits=False)
+    for found in check(worlds, 4, family, Setup(layout=BY_EXPERT, promote=True, **options)):
+        assert experts_held(found.held) == {1}
 
 
 def test_faster_devices_have_more_experts(worlds: Worlds) -> None:

@@ -343,6 +343,29 @@ def test_the_last_devices_of_an_expert_group_compute_a_row_fewer() -> None:
     assert computed[0] == pytest.approx(computed[1], rel=0.05)
 
 
+def test_devices_without_rows_exchange_those_of_others_with_the_experts() -> None:
+    """What routes rows in a layer stays in the rows of each device, also where some have none."""
+    pytest.importorskip("transformers")
+    rows = 3
+    machines = Cluster.homogeneous(4, A100, num_devices_per_node=1, inter=Link(bandwidth=1.25e9, latency=1e-5))
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 8, "sequence_length": 64}
+    few = load_model("hf:mixtral", sizes, batch_size=rows, device="meta")
+    compiler = CandidateCompiler(few.model, few.batch, name="moe")
+    profile = profile_model(few.model, few.batch, tensor_degrees=(1,), expert_degrees=(4,))
+    given = {kind.name: [one for one in kind.expert_variants if one.experts == "whole"] for kind in profile.kinds}
+    kinds = [kind.model_copy(update={"expert_variants": tuple(given[kind.name])}) for kind in profile.kinds]
+    profile = profile.model_copy(update={"kinds": tuple(kinds)})
+    ranks = (0, 1, 2, 3)
+    stage = StageChoice(first=0, last=len(profile.layers), ranks=ranks, data=1, tensor=1, rows=(rows,), expert=4)
+    candidate = evaluate(profile, machines, [stage], micro_batches=1)
+    writer = PlanWriter(profile, machines, rows, compiler)
+    choice = writer.with_prediction(writer.written(candidate), compiler)
+    assert choice.compiled, choice.reason
+    said, real = (one.breakdown["communication"] for one in (candidate.prediction, choice.prediction))
+    assert 0.7 * said <= real <= said  # a device without rows sends none
+
+
 def test_parameters_are_combined_by_adasum_at_degrees_that_only_experts_have() -> None:
     """The number of parameters, whose dot products are summed, was that of a tensor degree of three."""
     model, batch = loaded("moe").model, loaded("moe").batch
