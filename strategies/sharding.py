@@ -214,7 +214,7 @@ class _Solver:
     def _priced(self, node: fx.Node) -> Priced:
         """The choices of an operator with their prices."""
         problem, form, rule = self.problem, self.analysis.form(node), self.analysis.rules[node]
-        along, size, choices_of = problem.along[node], problem.size, self.analysis.choices[node]
+        along, choices_of = problem.along[node], self.analysis.choices[node]
         key = (
             form.number,
             along if along is None or along < 0 else form.factors.index(along) if along in form.factors else -1,

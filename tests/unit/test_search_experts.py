@@ -344,7 +344,7 @@ def test_the_last_devices_of_an_expert_group_compute_a_row_fewer() -> None:
 
 
 def test_devices_without_rows_exchange_those_of_others_with_the_experts() -> None:
-    """What routes rows in a layer stays in the rows of each device, also where some have none."""
+    """Operators that route rows stay in the rows of each device, also where some have none."""
     pytest.importorskip("transformers")
     rows = 3
     machines = Cluster.homogeneous(4, A100, num_devices_per_node=1, inter=Link(bandwidth=1.25e9, latency=1e-5))
