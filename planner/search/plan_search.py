@@ -35,7 +35,7 @@ from whale.planner.search.partial_plans import (
 )
 from whale.planner.search.partition import DeviceCountProgram, GroupedStages
 from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, SearchSettings, StageChoice, Stopped
-from whale.planner.search.refine import disturbed, refined
+from whale.planner.search.refine import disturbed, refined, shifted
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
 from whale.planner.search.replica_table import HELD
 from whale.planner.search.scoreboard import Scoreboard
@@ -77,6 +77,9 @@ LEAST_LAID_OUT = 5
 SURELY_SLOWER = 1.15
 """Ratio to the best simulated step above which a partial plan's own time makes it no rival: on ranks it is rarely as
 much faster."""
+
+MOST_SHIFTED = 8
+"""Plans on ranks with a cut moved by a part, which are simulated at last beside the best one."""
 
 MOST_EXCHANGED = 24
 """Exchanges of neighbours in the best plan that are tried at last."""
@@ -441,7 +444,7 @@ class PlanSearch(Scoreboard):
         found: dict[tuple[Mesh, ...], list[Candidate]] = {}
         seen: set[tuple[Times, int, str]] = set()
         plans: set[tuple[tuple[StageChoice, ...], int, str]] = set()
-        best = inf
+        best, fastest = inf, None
         for scored in [*alone, *leading]:
             draft = scored.draft
             look = scored.times, draft.micro_batches, draft.schedule
@@ -456,10 +459,29 @@ class PlanSearch(Scoreboard):
             if candidate.prediction.fits and plan not in plans:  # stages without experts are alike in any expert groups
                 plans.add(plan)
                 seen.add(look)
-                best = min(best, candidate.prediction.step_seconds)
+                if candidate.prediction.step_seconds < best:
+                    best, fastest = candidate.prediction.step_seconds, scored
                 found.setdefault(draft.meshes, []).append(candidate)
+        if fastest is not None and few:
+            found[fastest.draft.meshes] += self._shifted_on_ranks(fastest, best)
         alike = [sorted(one, key=step_seconds) for one in found.values()]
         return [best for best, *_ in alike], [other for _, *others in alike for other in others]
+
+    def _shifted_on_ranks(self, fastest: Scored, best: float) -> Iterator[Candidate]:
+        """The plan of the *best* step with cuts moved by a part, as long as that helps: partial plans do not know how
+        messages of their ranks wait for each other, and only the best one of a sequence of meshes is simulated."""
+        left = MOST_SHIFTED
+        while left > 0 and not self._over():
+            others = [self._score(draft) for draft in shifted(self.meshes, fastest, self.batch)]
+            others = sorted((one for one in others if one.fits), key=lambda one: one.seconds)[:left]
+            left -= len(others)
+            candidates = [laid_out(self.meshes, one.draft, self.batch) for one in others]
+            better = [one for one in zip(candidates, others, strict=True) if one[0].prediction.fits]
+            candidate, fastest = min(better, key=lambda one: step_seconds(one[0]), default=(None, fastest))
+            if candidate is None or step_seconds(candidate) >= best:
+                break
+            best = step_seconds(candidate)
+            yield candidate
 
     # Nothing fits
 

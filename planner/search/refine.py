@@ -30,7 +30,7 @@ from whale.planner.search.partial_plans import (
 from whale.planner.search.space import Mesh
 from whale.planner.search.table import CostTable
 
-__all__ = ["disturbed", "refined"]
+__all__ = ["disturbed", "refined", "shifted"]
 
 NEAR = 1.03
 """Moves that come so near the best step are scored, and kept as other plans."""
@@ -152,7 +152,7 @@ def _moves(
     meshes: CostTable, scored: Scored, batch: int, micro_batches: Sequence[int], max_stages: int
 ) -> Iterator[PartialPlan]:
     draft = scored.draft
-    yield from _shifted(meshes, scored, batch)
+    yield from shifted(meshes, scored, batch)
     place = micro_batches.index(draft.micro_batches)
     fewer, more = micro_batches[max(0, place - 1) : place], micro_batches[place + 1 : place + 2]
     others: list[tuple[tuple[Mesh, ...], int]] = []
@@ -243,7 +243,7 @@ def _slowest(meshes: CostTable, draft: PartialPlan, batch: int) -> float:
     return found
 
 
-def _shifted(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialPlan]:
+def shifted(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialPlan]:
     """Cuts at the stages that have most to do moved by one part, but to stages that would have more to do than the step
     takes."""
     draft = scored.draft

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from whale.ir.profile import ModelProfile
 from whale.ir.state import StateSharding
 from whale.planner.catalog import device_types
 from whale.planner.cost.stage import CostModel
-from whale.planner.search import StageChoice
+from whale.planner.search import SearchSettings, StageChoice, search
 from whale.planner.search import space as searched
 from whale.planner.search.evaluate import score
 from whale.planner.search.layout import laid_out
@@ -446,3 +447,33 @@ def test_a_stage_computes_what_depends_on_no_earlier_one_while_it_waits(count: i
         assert partial.times.own == pytest.approx(alone[0])
         for seconds in (candidate.prediction.step_seconds, partial.timed.seconds):
             assert seconds == pytest.approx(compiled.prediction.step_seconds, rel=0.05)
+
+
+ADAPTERS = """
+[links]
+inter_node = {bandwidth = "100 Gbit/s", latency = "5 us"}
+[[nodes]]
+count = 9
+devices = 2
+device = "GH200-96GB"
+[nodes.links]
+intra_node = {bandwidth = "12 GB/s", latency = "3 us"}
+inter_node = {bandwidth = "100 Gbit/s", latency = "5 us", adapters = 4}
+"""
+
+
+def test_no_cut_beside_those_of_the_best_plan_is_better_on_ranks() -> None:
+    """A tensor group sends to replicas on three nodes, through adapters that a partial plan does not know."""
+    settings = {"layers": 7, "hidden": 160, "heads": 2, "kv_heads": 2, "seq": 128, "vocab": 50257, "batch_size": 100}
+    loaded = load_model(f"{EXAMPLES}/llama.py:llama", settings, device="meta")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), name="llama")
+    nodes = Cluster.parse(ADAPTERS, catalog=device_types())
+    best = search(profile, nodes, batch=100, settings=SearchSettings(zero=1)).best
+    prices = CostModel.of(profile, nodes, precision="fp32", batch=100).under("none", 1)
+    for cut in range(1, len(best.stages)):
+        one, other = best.stages[cut - 1 : cut + 1]
+        for at in {one.last - 1, one.last + 1} & set(range(one.first + 1, other.last)):
+            moved = [replace(one, last=at), replace(other, first=at)]
+            stages = [*best.stages[: cut - 1], *moved, *best.stages[cut + 1 :]]
+            found = score(prices, stages, micro_batches=best.micro_batches, schedule=best.schedule)
+            assert found.prediction.step_seconds >= 0.999 * best.prediction.step_seconds
