@@ -78,8 +78,8 @@ SURELY_SLOWER = 1.15
 """Ratio to the best simulated step above which a partial plan's own time makes it no rival: on ranks it is rarely as
 much faster."""
 
-MOST_SHIFTED = 8
-"""Plans on ranks with a cut moved by a part, which are simulated at last beside the best one."""
+MOST_SHIFTED, SHIFTED_PLANS = 24, 3
+"""Plans on ranks with a cut moved by a part, which are simulated at last, and the best plans beside which they are."""
 
 MOST_EXCHANGED = 24
 """Exchanges of neighbours in the best plan that are tried at last."""
@@ -444,7 +444,8 @@ class PlanSearch(Scoreboard):
         found: dict[tuple[Mesh, ...], list[Candidate]] = {}
         seen: set[tuple[Times, int, str]] = set()
         plans: set[tuple[tuple[StageChoice, ...], int, str]] = set()
-        best, fastest = inf, None
+        placed: list[tuple[Candidate, Scored]] = []
+        best = inf
         for scored in [*alone, *leading]:
             draft = scored.draft
             look = scored.times, draft.micro_batches, draft.schedule
@@ -459,29 +460,35 @@ class PlanSearch(Scoreboard):
             if candidate.prediction.fits and plan not in plans:  # stages without experts are alike in any expert groups
                 plans.add(plan)
                 seen.add(look)
-                if candidate.prediction.step_seconds < best:
-                    best, fastest = candidate.prediction.step_seconds, scored
+                best = min(best, candidate.prediction.step_seconds)
                 found.setdefault(draft.meshes, []).append(candidate)
-        if fastest is not None and few:
-            found[fastest.draft.meshes] += self._shifted_on_ranks(fastest, best)
+                placed.append((candidate, scored))
+        for sequence, candidate in self._shifted_on_ranks(placed, min(MOST_SHIFTED, few)):
+            found[sequence].append(candidate)
         alike = [sorted(one, key=step_seconds) for one in found.values()]
         return [best for best, *_ in alike], [other for _, *others in alike for other in others]
 
-    def _shifted_on_ranks(self, fastest: Scored, best: float) -> Iterator[Candidate]:
-        """The plan of the *best* step with cuts moved by a part, as long as that helps: partial plans do not know how
-        messages of their ranks wait for each other, and only the best one of a sequence of meshes is simulated."""
-        left = MOST_SHIFTED
-        while left > 0 and not self._over():
-            others = [self._score(draft) for draft in shifted(self.meshes, fastest, self.batch)]
-            others = sorted((one for one in others if one.fits), key=lambda one: one.seconds)[:left]
-            left -= len(others)
-            candidates = [laid_out(self.meshes, one.draft, self.batch) for one in others]
-            better = [one for one in zip(candidates, others, strict=True) if one[0].prediction.fits]
-            candidate, fastest = min(better, key=lambda one: step_seconds(one[0]), default=(None, fastest))
-            if candidate is None or step_seconds(candidate) >= best:
+    def _shifted_on_ranks(
+        self, placed: Sequence[tuple[Candidate, Scored]], most: int
+    ) -> Iterator[tuple[tuple[Mesh, ...], Candidate]]:
+        """The best plans that are *placed* with cuts moved by a part, as long as that helps, and their meshes: partial
+        plans do not know how messages of their ranks wait for each other, and only the best one of a sequence of meshes
+        is placed. At *most* as many are simulated."""
+        leading = sorted(placed, key=lambda one: step_seconds(one[0]))[:SHIFTED_PLANS]
+        for best, scored in leading:
+            if step_seconds(best) > SURELY_SLOWER * step_seconds(leading[0][0]):
                 break
-            best = step_seconds(candidate)
-            yield candidate
+            while most > 0 and not self._over():
+                others = [self._score(draft) for draft in shifted(self.meshes, scored, self.batch)]
+                others = sorted((one for one in others if one.fits), key=lambda one: one.seconds)[:most]
+                most -= len(others)
+                moved = [(laid_out(self.meshes, one.draft, self.batch), one) for one in others]
+                fitting = [one for one in moved if one[0].prediction.fits]
+                candidate, nearest = min(fitting, key=lambda one: step_seconds(one[0]), default=(best, scored))
+                if step_seconds(candidate) >= step_seconds(best):
+                    break
+                best, scored = candidate, nearest
+                yield scored.draft.meshes, best
 
     # Nothing fits
 
