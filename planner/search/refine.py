@@ -175,6 +175,7 @@ def _moves(
         if looked >= STAGES_LOOKED_AT:
             break
     yield from _redivided(meshes, scored, batch)
+    yield from _without_a_slice(meshes, scored)
 
 
 def _by_evenness(
@@ -280,6 +281,17 @@ def _redivided(meshes: CostTable, scored: Scored, batch: int) -> Iterator[Partia
                 ahead, back, _ = meshes.costs(changed, rows, count).seconds(first, last)
                 if ahead + back < spent:
                     yield replace(draft, meshes=sequence)
+
+
+def _without_a_slice(meshes: CostTable, scored: Scored) -> Iterator[PartialPlan]:
+    """The same cuts with a stage without the devices of one data slice, where others divide the rows more evenly."""
+    draft = scored.draft
+    for stage in sorted(range(len(draft.meshes)), key=lambda stage: -scored.loads[stage])[:MOST_REMESHED]:
+        mesh = draft.meshes[stage]
+        for pool, count in enumerate(mesh.counts) if mesh.data > 1 else ():
+            sequence = _put(draft.meshes, {stage: _with(mesh, pool, -mesh.size)})
+            if mesh.size <= count and allowed(meshes, sequence, draft.starts):
+                yield replace(draft, meshes=sequence)
 
 
 def _given_devices(meshes: CostTable, scored: Scored, stage: int) -> Iterator[tuple[Mesh, ...]]:
@@ -395,12 +407,8 @@ def _as_two(draft: PartialPlan, stage: int, one: Mesh, other: Mesh) -> Iterator[
 
 
 def _fewer_devices(meshes: CostTable, draft: PartialPlan, stage: int) -> Iterator[tuple[Mesh, ...]]:
-    """A stage with half of its devices, at any degree, or not at all: on slow networks fewer devices are faster; or
-    without those of a data slice, where others divide the rows more evenly."""
+    """A stage with half of its devices, at any degree, or not at all: on slow networks fewer devices are faster."""
     mesh = draft.meshes[stage]
-    for pool, count in enumerate(mesh.counts):
-        if mesh.size <= count and mesh.data > 1:
-            yield _put(draft.meshes, {stage: _with(mesh, pool, -mesh.size)})
     half = _half(mesh, 1)
     for division in fit_divisions(meshes, half) if any(half) else ():
         yield _put(draft.meshes, {stage: Mesh(half, *division)})
