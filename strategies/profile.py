@@ -117,8 +117,8 @@ def profile_model(
     if ways and any(experts):
         more = _in_multiples(capturing, ways, first)
         for position, modules in enumerate(experts):
-            known_at = {way: KindCosts(own, position, rules=rules, check=check) for way, own in more.items()}
-            costs_at = known_at if modules else {}
+            given = more if modules else {}
+            costs_at = {way: KindCosts(own, position, rules=rules, check=check) for way, own in given.items()}
             split = [_with(v, between[position]) for v in _expert_variants(costs_at, modules, sent=sent[position])]
             kinds[position] = kinds[position].model_copy(update={"expert_variants": tuple(split)})
     cuts = sorted({*context_degrees} - {1})

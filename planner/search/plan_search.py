@@ -78,7 +78,7 @@ SURELY_SLOWER = 1.15
 """Ratio to the best simulated step above which a partial plan's own time makes it no rival: on ranks it is rarely as
 much faster."""
 
-MOST_SHIFTED, SHIFTED_PLANS = 24, 3
+MOST_ON_RANKS, LEADERS_ON_RANKS = 24, 3
 """Plans on ranks with a cut moved by a part, which are simulated at last, and the best plans beside which they are."""
 
 MOST_EXCHANGED = 24
@@ -463,8 +463,11 @@ class PlanSearch(Scoreboard):
                 best = min(best, candidate.prediction.step_seconds)
                 found.setdefault(draft.meshes, []).append(candidate)
                 placed.append((candidate, scored))
-        for sequence, candidate in self._shifted_on_ranks(placed, min(MOST_SHIFTED, few)):
-            found[sequence].append(candidate)
+        for sequence, candidate in self._shifted_on_ranks(placed, min(MOST_ON_RANKS, few)):
+            plan = candidate.stages, candidate.micro_batches, candidate.schedule
+            if plan not in plans:
+                plans.add(plan)
+                found[sequence].append(candidate)
         alike = [sorted(one, key=step_seconds) for one in found.values()]
         return [best for best, *_ in alike], [other for _, *others in alike for other in others]
 
@@ -474,7 +477,7 @@ class PlanSearch(Scoreboard):
         """The best plans that are *placed* with cuts moved by a part, as long as that helps, and their meshes: partial
         plans do not know how messages of their ranks wait for each other, and only the best one of a sequence of meshes
         is placed. At *most* as many are simulated."""
-        leading = sorted(placed, key=lambda one: step_seconds(one[0]))[:SHIFTED_PLANS]
+        leading = sorted(placed, key=lambda one: step_seconds(one[0]))[:LEADERS_ON_RANKS]
         for best, scored in leading:
             if step_seconds(best) > SURELY_SLOWER * step_seconds(leading[0][0]):
                 break
