@@ -244,7 +244,7 @@ class KindCosts:
         group: dict[tuple[int, ...], _Group] = dict.fromkeys(lines, inside)
         group |= dict.fromkeys(lines[: int(context > 1)], "context")
         saved = self._saved([t.kept for t in traces], regions, sent=sent)
-        held = first.held_shares(self.kind, 1 if experts or context > 1 else degree)
+        received, sent_on = first.held_shares(self.kind, 1 if experts or context > 1 else degree)
         working, rules = self._working([t.alive for t in traces], saved), self._under_rules(again, sent=sent)
         if copied := self._copied((degree, experts, context)):
             saved += (Saved(origin="part of the batch", size=copied),)
@@ -269,11 +269,8 @@ class KindCosts:
             sizes=sizes,
             sparse=self._sparse(stage),
             rules=rules,
-            received_share=held.many[0],
-            sent_share=held.many[1],
-            received_share_of_row=held.of_row[0] if held.since else None,
-            sent_share_of_row=held.of_row[1] if held.since else None,
-            shared_since=held.since,
+            received=received,
+            sent=sent_on,
         )
 
     def _sparse(self, stage: PlacedStage) -> tuple[SparseParameter, ...]:

@@ -6,11 +6,12 @@ through: what is costed and timed here is what runs. Knows no costs and no clust
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from math import ceil, prod
+from functools import cache, cached_property, partial
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from whale.graph.ordering import settle_order
 from whale.graph.origins import module_of
 from whale.graph.values import Value, operands, resolve, value_shape, value_tensor
 from whale.ir.placement import REPLICATE, REPLICATE_PARTIAL, Placement, shard
+from whale.ir.profile import HeldShare
 from whale.ir.strategy import REPLICAS, SHARDS, Along, Experts, ExpertsRole, RegionRole, ScopePath
 from whale.ir.virtual_device import MeshAxis, VirtualDevice
 from whale.runtime.local_program import LocalProgram
@@ -78,15 +80,6 @@ messages matter."""
 
 MOST_CUT = 0.5
 """Part of a model's operators that a cut along a dim of the batch divides, at least."""
-
-
-class HeldShares(NamedTuple):
-    """The parts of what a layer receives, and of what it hands on, that each device of a group has at the ends of a
-    stage: with micro-batches of many rows, of a single one, and the rows since which it is as with many."""
-
-    many: tuple[float, float]
-    of_row: tuple[float, float]
-    since: int
 
 
 @dataclass(kw_only=True)
@@ -254,41 +247,42 @@ class LayeredModel:
     def _fits(self, cut: Placement, value: Value) -> bool:
         return cut.dim < len(value_shape(value)) and self.analysis.shardable(value, cut.factor, cut.dim)
 
-    def held_shares(self, kind: int, degree: int) -> HeldShares:
-        """Return what parts each of *degree* devices has of the values at the ends of stages of a kind of layer."""
+    def held_shares(self, kind: int, degree: int) -> tuple[HeldShare, HeldShare]:
+        """Return what parts each of *degree* devices has of what a kind of layer receives as the first of a stage, and
+        of what it hands on as the last."""
         if degree == 1:
-            return HeldShares((1.0, 1.0), (1.0, 1.0), 0)
+            return HeldShare(), HeldShare()
         if self.like is not None:
             return self.like.held_shares(kind, degree)
-        rows = MANY_ROWS * degree
-        many, through = self._shares_at(kind, degree, rows), self._through(kind)
-        if through is None:
-            return HeldShares(many, many, 0)
-        of_row = self._shares_at(kind, degree, 1)
-        if of_row == many:
-            return HeldShares(many, many, 0)
-        few, most = (self.place_between(kind, degree, count).sent[through[1]][-1] for count in (1, rows))
-        return HeldShares(many, of_row, degree if few == most else self._change(kind, degree, few, most))
+        counts, shares = range(1, MANY_ROWS * degree + 1), cache(partial(self._shares_at, kind, degree))
+
+        def held(end: int) -> HeldShare:
+            few, many = shares(counts[0])[end], shares(counts[-1])[end]
+            if few == many:
+                return HeldShare(many=many, few=few)
+            since = bisect_left(counts, True, key=lambda rows: shares(rows)[end] == many)
+            return HeldShare(many=many, few=few, since=counts[since])
+
+        return held(0), held(1)
 
     def _shares_at(self, kind: int, degree: int, rows: int) -> tuple[float, float]:
         """The parts of what a layer receives and hands on as the first and the last of a stage, with micro-batches of
         *rows* rows."""
-        first = last = self.place_between(kind, degree, rows)
+        first = last = self._between_stages(kind, degree, rows)
         through = self._through(kind)
         if through is not None and first.sent[through[1]][-1].kind != "S":  # where it is divided inside, it is at ends
             first, last = self._place_end(kind, degree, rows, "first"), self._place_end(kind, degree, rows, "last")
         return _held({value: first.stored[value] for value in first.received}, degree), _held(last.sent, degree)
 
-    def _change(self, kind: int, degree: int, few: Placement, many: Placement) -> int:
-        """Rows at which two forms cost as much, the one for *few* rows and that for *many*: prices are linear in rows,
-        and what is cut along them has as many as devices at least."""
-        most = MANY_ROWS * degree
-        one, last = (self._with_form(kind, degree, rows, few).price for rows in (1, most))
-        each = (last - one) / (most - 1)
-        begin, end = (self._with_form(kind, degree, rows, many).price for rows in (degree, most))
-        slope = (end - begin) / (most - degree)
-        less = one + (degree - 1) * each - begin
-        return degree if less >= 0 or each <= slope else min(most, ceil(degree - less / (each - slope)))
+    def _between_stages(self, kind: int, degree: int, rows: int) -> PlacedStage:
+        """`place_between`, or with its tied tables whole where it cannot follow itself: a stage that begins or ends
+        with it lies apart from other readers of a table, such as the words of a head."""
+        tied = self._tied(kind)
+        if not tied or self._through(kind) is not None:
+            return self.place_between(kind, degree, rows)
+        problem = self._inside(kind, degree, rows)
+        whole = dict.fromkeys(tied, (REPLICATE, REPLICATE_PARTIAL))
+        return self._solved(replace(problem, fixed={**problem.fixed, **whole}), Prices())
 
     def cuts_rows(self, stage: PlacedStage) -> bool:
         """Whether the devices of a stage's group divide the rows of a micro-batch at some operator."""
@@ -345,13 +339,22 @@ class LayeredModel:
 
     def _shared(self, kind: int, degree: int, context: int = 1) -> dict[Value, Placements]:
         """How later layers store the parameters that this one also reads."""
-        read = {v for n in self.chain.partition.stages[kind].nodes for v in operands(n)}
-        found: dict[Value, Placements] = {}
-        for later in self.chain.partition.stages[kind + 1 :]:
-            for value in {v for n in later.nodes for v in operands(n)} & read:
-                if value[0].name in self.captured.parameters:
-                    found[value] = self.place(later.index, degree, NO_EXPERTS, context).stored[value]
+        readers = {value: max(kinds) for value, kinds in self._tied(kind).items() if max(kinds) > kind}
+        return {v: self.place(last, degree, NO_EXPERTS, context).stored[v] for v, last in readers.items()}
+
+    def _tied(self, kind: int) -> dict[Value, list[int]]:
+        """The parameters of a kind of layer that others read too, with these."""
+        found: dict[Value, list[int]] = {}
+        for other, read in enumerate(self._parameters):
+            for value in read & self._parameters[kind] if other != kind else ():
+                found.setdefault(value, []).append(other)
         return found
+
+    @cached_property
+    def _parameters(self) -> list[set[Value]]:
+        """The parameters that each kind of layer reads."""
+        every = [{value for node in stage.nodes for value in operands(node)} for stage in self.chain.partition.stages]
+        return [{value for value in read if value[0].name in self.captured.parameters} for read in every]
 
     def program(
         self,

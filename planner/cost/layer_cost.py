@@ -442,16 +442,14 @@ class LayerCosts:
         """Whether a kind of layer has parameters whose update depends on the rows of a micro-batch."""
         return any(variant.sparse for variant in self.profile.kinds[index].variants)
 
-    def held_shares(self, last: int, tensor: int, first: int, next_tensor: int, rows: float) -> tuple[float, float]:
-        """The parts of what a kind of layer hands on that a device of its stage has, which ends with it, and of a stage
-        of another tensor degree, which begins with the kind *first*; their replicas have up to *rows* rows."""
-        kinds, sent, received = self.profile.kinds, 1.0, 1.0
-        if kinds[last].variants:
-            own = variant_of(kinds[last], tensor)
-            sent = (own.sent_share_of_row if rows < own.shared_since else None) or own.sent_share
-        if kinds[first].variants:
-            own = variant_of(kinds[first], next_tensor)
-            received = (own.received_share_of_row if rows < own.shared_since else None) or own.received_share
+    def held_shares(
+        self, kinds: tuple[int, int], tensors: tuple[int, int], rows: tuple[float, float]
+    ) -> tuple[float, float]:
+        """The parts of what is handed on that a device has of the stage that ends with a kind of layer, and one of the
+        stage that begins with another, by their tensor degrees and the most rows of their replicas."""
+        ending, beginning = (self.profile.kinds[index] for index in kinds)
+        sent = variant_of(ending, tensors[0]).sent.at(rows[0]) if ending.variants else 1.0
+        received = variant_of(beginning, tensors[1]).received.at(rows[1]) if beginning.variants else 1.0
         return sent, received
 
     def state(self, parameters: float, frozen: float = 0.0, *, shards: float = 1, zero: int = 0) -> StateBytes:

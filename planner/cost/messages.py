@@ -177,8 +177,8 @@ def _with_whom(messages: Iterable[_Message]) -> dict[int, set[int]]:
 
 
 def _held_shares(prices: CostModel, here: ChainStage, there: ChainStage) -> tuple[float, float]:
-    layers, rows = prices.profile.layers, max(*here.rows, *there.rows)
-    return prices.held_shares(layers[here.last - 1], here.tensor, layers[there.first], there.tensor, rows)
+    kinds = prices.profile.layers[here.last - 1], prices.profile.layers[there.first]
+    return prices.held_shares(kinds, (here.tensor, there.tensor), (max(here.rows), max(there.rows)))
 
 
 def _messages(

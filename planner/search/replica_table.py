@@ -6,7 +6,7 @@ priced are interpolated; what accumulating gradients takes is linear in the shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -49,7 +49,7 @@ class ReplicaTable(MeshSpace):
     _commonest_held: dict[tuple[Mesh, int, int], list[int]] = field(default_factory=dict, init=False)
     _targets: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict, init=False)
     _handed_bytes: dict[tuple[tuple[int, int], tuple[int, int], int], float] = field(default_factory=dict, init=False)
-    _held_shares: dict[tuple[int, int, float], tuple[Array, Array]] = field(default_factory=dict, init=False)
+    _held_shares: dict[Hashable, tuple[Array, Array]] = field(default_factory=dict, init=False)
     _lists: dict[Any, list[list[float]]] = field(default_factory=dict, init=False)
     _nums: dict[tuple[int, int], list[float]] = field(default_factory=dict, init=False)
     _sizes: dict[float, Array] = field(default_factory=dict, init=False)
@@ -357,18 +357,19 @@ class ReplicaTable(MeshSpace):
     @cached_property
     def _shared_since(self) -> int:
         """Rows from which no layer hands on other parts."""
-        return max((one.shared_since for kind in self.prices.profile.kinds for one in kind.variants), default=0)
+        variants = (one for kind in self.prices.profile.kinds for one in kind.variants)
+        return max((end.since for one in variants for end in (one.received, one.sent)), default=0)
 
-    def held_shares(self, tensor: int, next_tensor: int, rows: float) -> tuple[Array, Array]:
+    def held_shares(self, tensors: tuple[int, int], rows: tuple[float, float]) -> tuple[Array, Array]:
         """For each end of a stage the part of what it hands on that a device has, and one of the next stage, by their
-        tensor degrees; replicas have up to *rows* rows."""
-        key = tensor, next_tensor, min(rows, self._shared_since)
+        tensor degrees and the most rows of their replicas."""
+        key = tensors, tuple([min(one, self._shared_since) for one in rows])
         if key not in self._held_shares:
             starts, last_layers = self._ends
             shares = np.ones((2, len(self.chain) + 1))
             if self.prices.exchanges:
                 layers = zip(last_layers.tolist(), self._layers[starts[1:]].tolist(), strict=True)
-                each = [self.prices.held_shares(last, tensor, first, next_tensor, rows) for last, first in layers]
+                each = [self.prices.held_shares(kinds, tensors, rows) for kinds in layers]
                 shares[:, 1:-1] = np.array(each).reshape(-1, 2).T
             self._held_shares[key] = shares[0], shares[1]
         return self._held_shares[key]

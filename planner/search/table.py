@@ -305,7 +305,7 @@ class CostTable(ReplicaTable):
             if count
         ]
         link, used = min(ways, key=lambda way: way[0].bandwidth * way[1])
-        shares = self.held_shares(source.tensor, target.tensor, rows / min(source.data, target.data))
+        shares = self.held_shares((source.tensor, target.tensor), (rows / source.data, rows / target.data))
         sent = self._handed(rows) / (link.bandwidth * used * inter_node_kind(link).efficiency)
         latency = max(way.latency for way, _ in ways)
         return 2 * latency, sent * (shares[1] * target.tensor + shares[0] * source.tensor)
@@ -320,7 +320,7 @@ class CostTable(ReplicaTable):
         much as all devices of the node.
         """
         source, target = ends
-        shares = self.held_shares(source.group.tensor, target.group.tensor, max(source.rows, target.rows))
+        shares = self.held_shares((source.group.tensor, target.group.tensor), (source.rows, target.rows))
         parts = [min(1.0, common / max(1, own.rows)) for own in ends]
         ratio = target.group.tensor / source.group.tensor if self.prices.exchanges else 1.0
         if near:  # each device sends and receives on its own
@@ -338,7 +338,7 @@ class CostTable(ReplicaTable):
 
     def _hop(self, replica: ReplicaCosts, mesh: Mesh) -> Array:
         """`hops` between alike stages."""
-        shares = sum(self.held_shares(mesh.tensor, mesh.tensor, replica.rows))
+        shares = sum(self.held_shares((mesh.tensor,) * 2, (replica.rows,) * 2))
         if self._lies_inside(mesh):
             return replica.near_latency + shares * replica.near_alone
         return replica.latency + shares * self._load(replica.group, mesh) * replica.alone
@@ -350,7 +350,7 @@ class CostTable(ReplicaTable):
         factors = self._hop_factors.get(key)
         if factors is None:
             end, _ = self._end_of_commonest
-            share = sum(float(shares[end]) for shares in self.held_shares(mesh.tensor, mesh.tensor, rows))
+            share = sum(float(shares[end]) for shares in self.held_shares((mesh.tensor,) * 2, (rows,) * 2))
             factors = self._hop_factors[key] = share, 1.0 if self._lies_inside(mesh) else self._load(group, mesh)
         return sent[0] + factors[0] * factors[1] * sent[1]
 

@@ -335,9 +335,37 @@ def test_a_tensor_group_that_needs_its_input_whole_receives_it_whole() -> None:
     loaded = load_model("hf:bert", sizes | {"vocab_size": 1000}, batch_size=BATCH, device="meta")
     profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2), name="bert")
     trial = CandidateCompiler(loaded.model, loaded.batch, name="bert")
-    assert [kind.variants[1].received_share for kind in profile.kinds] == [1.0, 1.0, 0.5]
+    assert [kind.variants[1].received.many for kind in profile.kinds] == [1.0, 1.0, 0.5]
     meshes = Mesh(0, 1, (0,), 1, 1), Mesh(1, len(profile.layers), (4, 5), 1, 2)
     assert abs(ratio(trial, profile, SLOW_NODES, meshes, 4) - 1) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (
+            EXAMPLES / "gshard.py:gshard",
+            {"layers": 2, "hidden": 640, "heads": 20, "seq": 64, "experts": 2, "ffn": 1280},
+        ),
+        ("hf:opt", {"num_hidden_layers": 2, "sequence_length": 128}),
+    ],
+)
+def test_stages_share_what_they_hand_on_since_as_many_rows_as_compiled_ones(
+    model: Path | str, sizes: dict[str, int]
+) -> None:
+    """A head or layers of a mixture of experts in a tensor group of 4 receive 14 rows whole, and 24 in parts; the table
+    of words, tied or not, hands any number on in parts."""
+    alone, group = ((0,), 1, 1), ((4, 5, 6, 7), 1, 4)
+    errors = {}
+    for rows in (14, 24):
+        loaded = load_model(str(model), sizes, batch_size=2 * rows, device="meta")
+        trial = CandidateCompiler(loaded.model, loaded.batch, name="model")
+        profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 4), captured=trial.captured)
+        num = len(profile.layers)
+        for cut, (here, there) in product((1, num // 2, num - 1), ((alone, group), (group, alone))):
+            meshes = Mesh(0, cut, *here), Mesh(cut, num, *there)
+            errors[rows, cut, here] = abs(ratio(trial, profile, SLOW_NODES, meshes, 2, 2 * rows) - 1)
+    assert max(errors.values()) < 0.012, errors
 
 
 def test_stages_send_what_an_encoder_makes_to_every_stage_of_the_decoder() -> None:
@@ -359,15 +387,16 @@ def ratio(
     cluster: Cluster,
     meshes: Mesh | tuple[Mesh, ...],
     micro_batches: int,
+    batch: int = BATCH,
 ) -> float:
     """Seconds of a plan by the search, as a part of those once it is compiled."""
-    prices = CostModel.of(profile, cluster, precision="fp32", batch=BATCH)
+    prices = CostModel.of(profile, cluster, precision="fp32", batch=batch)
     stages = [
-        StageChoice(**mesh._asdict(), rows=(BATCH // micro_batches // mesh.data,) * mesh.data)
+        StageChoice(**mesh._asdict(), rows=(batch // micro_batches // mesh.data,) * mesh.data)
         for mesh in ((meshes,) if isinstance(meshes, Mesh) else meshes)
     ]
-    candidate = score(prices, stages, micro_batches=micro_batches, batch=BATCH)
-    compiled = PlanWriter(profile, cluster, BATCH, trial).compiled(candidate, trial)
+    candidate = score(prices, stages, micro_batches=micro_batches, batch=batch)
+    compiled = PlanWriter(profile, cluster, batch, trial).compiled(candidate, trial)
     assert compiled.compiled, compiled.reason
     return candidate.prediction.step_seconds / compiled.prediction.step_seconds
 

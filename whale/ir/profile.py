@@ -25,6 +25,7 @@ __all__ = [
     "Amount",
     "Communication",
     "DEVICE_FIGURES",
+    "HeldShare",
     "Kernel",
     "LayerKind",
     "LayerVariant",
@@ -125,6 +126,19 @@ class Kernel(Record):
     looks_up: Literal["no", "first", "last"] = "no"
 
 
+class HeldShare(Record):
+    """The part of a value between layers that a device of a group has at an end of its stage, of its rows if
+    ``expert_degree`` divides them: ``many`` with micro-batches of ``since`` rows and more, ``few`` with fewer."""
+
+    many: Annotated[float, Field(gt=0, le=1)] = 1.0
+    few: Annotated[float, Field(gt=0, le=1)] = 1.0
+    since: Count = 0
+
+    def at(self, rows: float) -> float:
+        """The part with micro-batches of up to *rows* rows for each replica."""
+        return self.many if rows >= self.since else self.few
+
+
 class Communication(Record):
     """A collective inside a layer, as the strategies declare it, over the ``tensor``, ``expert`` or ``context`` group,
     or over the ``replica`` group, which holds the same parameters and divides the rows of a micro-batch.
@@ -217,12 +231,8 @@ class LayerVariant(Record):
             that each computes of some rows.
         factored: elements of sums of rows and of columns of each matrix among them, and of other parameters, which
             optimizers keep that factor their states; 0: unknown.
-        received_share: the part of the layer's input that a device has where a stage begins with it, of its rows if
-            ``expert_degree`` divides them.
-        sent_share: the part of the layer's output that a device has where a stage ends with it, and of whose gradient
-            it needs no more, likewise.
-        received_share_of_row, sent_share_of_row: the same where a micro-batch of a replica has fewer rows than
-            ``shared_since``; None: the same.
+        received: the part of the layer's input where a stage begins with it.
+        sent: the part of the layer's output where a stage ends with it, of whose gradient no more is needed.
         sizes: elements of each trainable parameter, in the order of the forward; none if unknown.
         sparse: those of ``parameters`` with sparse gradients.
         rules: memory under each rule that changes it; under others it is that of ``saved`` and ``working``.
@@ -244,11 +254,8 @@ class LayerVariant(Record):
     largest: NonNegative = 0
     summed: NonNegative = 0
     factored: NonNegative = 0
-    received_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    sent_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    received_share_of_row: Annotated[float, Field(gt=0, le=1)] | None = None
-    sent_share_of_row: Annotated[float, Field(gt=0, le=1)] | None = None
-    shared_since: Count = 0
+    received: HeldShare = HeldShare()
+    sent: HeldShare = HeldShare()
     sizes: tuple[NonNegative, ...] = ()
     sparse: tuple[SparseParameter, ...] = ()
     rules: tuple[RuleCosts, ...] = ()
