@@ -286,7 +286,8 @@ def parallelize(
     launch = describe(device)
     if cuda_graphs:
         check_recordable(launch.device)
-    options = replace(options, precision=_precision(precision or (plan.precision if plan else None), launch.device))
+    asked = precision or (plan.precision if plan else None)
+    options = replace(options, precision=_precision(asked, launch.device))
     check_updates(options.precision, step_in_backward=options.step_in_backward, name="step_in_backward=True")
     if plan is not None:
         plan.check_world(launch.size)
@@ -327,6 +328,7 @@ def parallelize(
             "values that torch's seed gives: call torch.manual_seed with one seed on every rank"
         )
     check_hooks(model)
+    _check_casts(model, asked)
     _check_devices(model, launch.device)
     template = _meta_copy(model)
     if loss_fn is not None:
@@ -464,6 +466,15 @@ def _check_precision(precision: str) -> None:
             "modules of its own; use bf16, or fp16 where devices have no bfloat16"
         )
     check_choice("precision", precision, ("fp32", *LOW_PRECISIONS))
+
+
+def _check_casts(model: nn.Module, precision: str | None) -> None:
+    """Refuse a precision that changes nothing: ``torch.autocast`` leaves float64 as it is."""
+    if precision in LOW_PRECISIONS and {p.dtype for p in model.parameters()} == {torch.float64}:
+        raise UsageError(
+            f"precision={precision!r} changes nothing: the model's parameters are float64, which torch.autocast leaves "
+            "as they are; call model.float() first, or leave precision out"
+        )
 
 
 def _precision(given: str | None, device: torch.device) -> str | None:

@@ -586,6 +586,11 @@ def test_what_is_no_precision_is_refused() -> None:
     assert "precision" in text and "fp16" in text
 
 
+def test_a_precision_that_changes_nothing_is_refused() -> None:
+    text = refusal(lambda: whale.parallelize(decoder().double(), tokens(), device="cpu", precision="bf16"))
+    assert "float64" in text and "model.float()" in text
+
+
 # --- parameters in stretches ------------------------------------------------------------------------------------------
 
 
