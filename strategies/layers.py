@@ -249,7 +249,7 @@ class LayeredModel:
 
     def held_shares(self, kind: int, degree: int) -> tuple[HeldShare, HeldShare]:
         """Return what parts each of *degree* devices has of what a kind of layer receives as the first of a stage, and
-        of what it hands on as the last."""
+        of what it hands on as the last. Each is taken to change once between few rows and many."""
         if degree == 1:
             return HeldShare(), HeldShare()
         if self.like is not None:

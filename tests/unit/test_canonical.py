@@ -161,6 +161,18 @@ def test_the_last_begin_may_be_the_end_of_the_last_bag(begins: tuple[int, int, i
     torch.testing.assert_close(parallel.train_step(ids, ids), local(ids, ids))
 
 
+def test_the_gradient_of_a_maximum_goes_to_the_first_of_equal_rows() -> None:
+    local, ids = Bags(lambda ids: (ids,), weighted=False), torch.tensor([[5, 5, 3], [3, 5, 1], [2, 2, 2], [7, 8, 0]])
+    local.table.mode, local.table.sparse = "max", False
+    with torch.no_grad():
+        local.table.weight.copy_(torch.arange(27).remainder(4).reshape(9, 3))
+    parallel = whale.parallelize(copy.deepcopy(local), (ids, ids), micro_batches=2, device="cpu")
+    expected = local(ids, ids)
+    expected.backward()
+    torch.testing.assert_close(parallel.train_step(ids, ids), expected)
+    torch.testing.assert_close(parallel.full_gradients()["table.weight"], local.table.weight.grad)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("case", OF_ONE_SIZE)
 def test_bags_of_one_size_are_looked_up_by_rows_of_the_batch(case: str, weighted: bool) -> None:

@@ -544,10 +544,10 @@ def _adaptive_mean(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
-    """Express bags of one size, [rows, k] indices, as looked-up rows and their sum or mean.
+    """Express bags of one size, [rows, k] indices, as looked-up rows and their sum, mean or maximum.
 
-    Bags that begin where another tensor says stay as they are, and so does their maximum, whose gradient goes to one of
-    equal rows, and a gradient divided by frequencies, which torch's bags count otherwise than its look-ups.
+    Bags that begin where another tensor says stay as they are, and so do a maximum that leaves padding out, and a
+    gradient divided by frequencies, which torch's bags count otherwise than its look-ups.
     """
     bound = _bound(node)
     if bound["scale_grad_by_freq"]:
@@ -556,9 +556,9 @@ def _embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
     padding = -1 if bound.get("padding_idx") is None else bound["padding_idx"]
     bags = _of_bags(graph, bound["indices"], offsets)
     of_weights = None if weights is None else _of_bags(graph, weights, offsets)
-    is_mean, is_sum = bound["mode"] == _MEAN_OF_BAG, bound["mode"] == _SUM_OF_BAG
+    is_mean, is_max = bound["mode"] == _MEAN_OF_BAG, bound["mode"] == _MAX_OF_BAG
     results = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
-    if bags is None or (weights is not None and of_weights is None) or not (is_sum or is_mean):
+    if bags is None or (weights is not None and of_weights is None) or (is_max and padding >= 0):
         return
     if any(user.users for user in node.users if user not in results):  # which say where bags begin
         return
@@ -575,7 +575,10 @@ def _embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
             is_padding = emit(graph, node, aten.eq.Scalar, bags, padding)
             column = emit(graph, node, aten.reshape.default, is_padding, [*shape, 1])
             found = emit(graph, node, aten.masked_fill.Scalar, found, column, 0.0)
-        total = emit(graph, node, aten.sum.dim_IntList, found, [1])
+        if is_max:  # of equal rows the first has the gradient, in bags as here
+            total = emit(graph, node, operator.getitem, emit(graph, node, aten.max.dim, found, 1), 0)
+        else:
+            total = emit(graph, node, aten.sum.dim_IntList, found, [1])
         if is_mean and padding < 0:
             total = emit(graph, node, aten.div.Scalar, total, shape[1])
         elif is_mean:
@@ -587,7 +590,7 @@ def _embedding_bag(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-_SUM_OF_BAG, _MEAN_OF_BAG = 0, 1
+_MEAN_OF_BAG, _MAX_OF_BAG = 1, 2
 
 
 def _of_bags(graph: fx.Graph, flat: fx.Node, offsets: fx.Node) -> fx.Node | None:

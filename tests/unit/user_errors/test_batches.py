@@ -83,7 +83,7 @@ class Bag(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bag, self.embedding = nn.EmbeddingBag(5, 4, mode="max"), nn.Embedding(5, 4)
+        self.bag, self.embedding = nn.EmbeddingBag(5, 4, mode="max", padding_idx=0), nn.Embedding(5, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.bag(x)
