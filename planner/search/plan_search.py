@@ -35,7 +35,7 @@ from whale.planner.search.partial_plans import (
 )
 from whale.planner.search.partition import DeviceCountProgram, GroupedStages
 from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, SearchSettings, StageChoice, Stopped
-from whale.planner.search.refine import disturbed, refined, shifted
+from whale.planner.search.refine import disturbed, redivided, refined, shifted
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
 from whale.planner.search.replica_table import HELD
 from whale.planner.search.scoreboard import Scoreboard
@@ -79,7 +79,8 @@ SURELY_SLOWER = 1.15
 much faster."""
 
 MOST_ON_RANKS, LEADERS_ON_RANKS = 24, 3
-"""Plans on ranks with a cut moved by a part, which are simulated at last, and the best plans beside which they are."""
+"""Plans on ranks with a cut moved by a part, or a stage at another degree, which are simulated at last, and the best
+plans beside which they are."""
 
 MOST_EXCHANGED = 24
 """Exchanges of neighbours in the best plan that are tried at last."""
@@ -463,26 +464,27 @@ class PlanSearch(Scoreboard):
                 best = min(best, candidate.prediction.step_seconds)
                 found.setdefault(draft.meshes, []).append(candidate)
                 placed.append((candidate, scored))
-        for sequence, candidate in self._shifted_on_ranks(placed, min(MOST_ON_RANKS, few)):
+        for sequence, candidate in self._moved_on_ranks(placed, min(MOST_ON_RANKS, few)):
             plan = candidate.stages, candidate.micro_batches, candidate.schedule
             if plan not in plans:
                 plans.add(plan)
-                found[sequence].append(candidate)
+                found.setdefault(sequence, []).append(candidate)
         alike = [sorted(one, key=step_seconds) for one in found.values()]
         return [best for best, *_ in alike], [other for _, *others in alike for other in others]
 
-    def _shifted_on_ranks(
+    def _moved_on_ranks(
         self, placed: Sequence[tuple[Candidate, Scored]], most: int
     ) -> Iterator[tuple[tuple[Mesh, ...], Candidate]]:
-        """The best plans that are *placed* with cuts moved by a part, as long as that helps, and their meshes: partial
-        plans do not know how messages of their ranks wait for each other, and only the best one of a sequence of meshes
-        is placed. At *most* as many are simulated."""
+        """The best plans that are *placed* with a cut moved by a part or a stage at another degree, as long as that
+        helps, and their meshes: partial plans do not know how messages of their ranks wait for each other, and only the
+        best one of a sequence of meshes is placed. At *most* as many are simulated."""
         leading = sorted(placed, key=lambda one: step_seconds(one[0]))[:LEADERS_ON_RANKS]
         for best, scored in leading:
             if step_seconds(best) > SURELY_SLOWER * step_seconds(leading[0][0]):
                 break
             while most > 0 and not self._over():
-                others = [self._score(draft) for draft in shifted(self.meshes, scored, self.batch)]
+                drafts = (*shifted(self.meshes, scored, self.batch), *redivided(self.meshes, scored, self.batch))
+                others = [self._score(draft) for draft in drafts]
                 others = sorted((one for one in others if one.fits), key=lambda one: one.seconds)[:most]
                 most -= len(others)
                 moved = [(laid_out(self.meshes, one.draft, self.batch), one) for one in others]

@@ -174,7 +174,7 @@ def _moves(
         looked += len(sequence) if cuts else 0
         if looked >= STAGES_LOOKED_AT:
             break
-    yield from _redivided(meshes, scored, batch)
+    yield from redivided(meshes, scored, batch)
     yield from _without_a_slice(meshes, scored)
 
 
@@ -265,7 +265,7 @@ def shifted(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialPl
                     yield replace(draft, starts=starts)
 
 
-def _redivided(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialPlan]:
+def redivided(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialPlan]:
     """The same cuts with a stage at another degree, at which its tasks take less time: what a stage of few parameters
     gains by more replicas does not show where meshes are compared by the whole chain."""
     draft = scored.draft
