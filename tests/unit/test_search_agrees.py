@@ -506,3 +506,38 @@ def test_no_cut_beside_those_of_the_best_plan_is_better_on_ranks() -> None:
             stages = [*best.stages[: cut - 1], *moved, *best.stages[cut + 1 :]]
             found = score(prices, stages, micro_batches=best.micro_batches, schedule=best.schedule)
             assert found.prediction.step_seconds >= 0.999 * best.prediction.step_seconds
+
+
+UNLIKE_NODES = """
+[links]
+inter_node = {bandwidth = "400 Gbit/s", latency = "50 us"}
+[[nodes]]
+count = 5
+devices = 4
+device = "L4"
+[[nodes]]
+count = 11
+devices = 4
+device = "L40S"
+links = {intra_node = {bandwidth = "12 GB/s", latency = "3 us"}}
+"""
+
+
+def test_no_other_degree_of_a_stage_is_better_on_ranks() -> None:
+    """The last stage of six waits for the others either way, and only its messages tell its degrees apart."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 1280, "num_attention_heads": 20, "intermediate_size": 5120}
+    loaded = load_model("hf:vit", sizes | {"image_size": 64}, batch_size=48, device="meta")
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1, 2, 4), name="vit")
+    nodes = Cluster.parse(UNLIKE_NODES, catalog=device_types())
+    best = search(profile, nodes, batch=48, settings=SearchSettings(zero=1)).best
+    prices, rows = CostModel.of(profile, nodes, precision="fp32", batch=48).under("none", 1), 48 // best.micro_batches
+    for index, stage in enumerate(best.stages):
+        for tensor in {1, 2, 4} - {stage.tensor}:
+            data, rest = divmod(len(stage.ranks), tensor)
+            if rest or data > rows or len({nodes.devices[rank].type.name for rank in stage.ranks}) > 1:
+                continue
+            shares = tuple(rows // data + (number < rows % data) for number in range(data))
+            stages = list(best.stages)
+            stages[index] = replace(stage, data=data, tensor=tensor, rows=shares)
+            found = score(prices, stages, micro_batches=best.micro_batches, schedule=best.schedule)
+            assert found.prediction.step_seconds >= 0.999 * best.prediction.step_seconds
