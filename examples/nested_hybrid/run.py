@@ -45,7 +45,7 @@ from whale.compile.compilation import Compilation
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import ModelProfile
-from whale.planner.catalog import device_types_with
+from whale.planner.catalog import device_types, device_types_with
 from whale.predict.peak_memory import brief_peak_memory, peak_memory
 from whale.runtime.launch import initialize
 from whale.strategies.profile import profile_model
@@ -101,11 +101,12 @@ class Folder:
         if self.file("wanted.json").exists():
             return
         model, batch = build(self.experiment, small=self.small, device="meta")
+        num_devices = len(Cluster.load(self.cluster, catalog=device_types()).devices)
+        degrees = [degree for degree in DEGREES if degree <= num_devices]
         profile = profile_model(
-            model, batch, tensor_degrees=DEGREES, expert_degrees=DEGREES, name=self.experiment.model
+            model, batch, tensor_degrees=degrees, expert_degrees=degrees, name=self.experiment.model
         )
         self.file("profile.json").write_text(profile.dumps())
-        num_devices = len(self._cluster_with(profile).devices)
         for nesting in self.experiment.nestings:
             plan = plan_of(nesting, self.experiment, num_devices)
             self.plans[nesting.name].write_text(plan.dumps())
