@@ -216,6 +216,21 @@ def test_experts_are_shared_in_the_way_that_takes_less_time() -> None:
 # --- as annotations ---------------------------------------------------------------------------------------------------
 
 
+def test_experts_are_shared_in_the_way_that_is_faster_with_the_rows_of_the_plan() -> None:
+    """With two rows on each of 12 devices cut experts would be faster, and the best plan has six on each of four."""
+    sizes = {"layers": 4, "hidden": 480, "heads": 6, "seq": 512, "experts": 16, "top_k": 1, "ffn": 960}
+    loaded = load_model("examples/models/moe.py:moe", sizes | {"vocab": 30528, "batch_size": 24}, device="meta")
+    own = CandidateCompiler(loaded.model, loaded.batch, name="moe").captured
+    profile = profile_model(loaded.model, loaded.batch, tensor_degrees=(1,), expert_degrees=(2,), captured=own)
+    l40s = device_types()["L40S"]
+    network = Link(bandwidth=1.25e9, latency=5e-6)
+    cluster = Cluster.homogeneous(12, l40s, num_devices_per_node=4, intra=l40s.intra_node, inter=network)
+    settings = SearchSettings(fixed=Fixed(degrees=(Degrees(first=0, last=len(profile.layers), expert=2),)), zero=1)
+    found = search_plans(profile, cluster, batch=24, settings=settings)
+    assert [(one.degree, one.way) for one in found.shared] == [(2, "whole")]
+    assert found.best.plan.stages[0].ranks == (0, 1, 2, 3)
+
+
 def test_a_stage_of_expert_groups_is_written_as_nested_annotations() -> None:
     profile = profiled("gshard")
     experts = profile.experts

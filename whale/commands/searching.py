@@ -138,12 +138,34 @@ def search_plans(
     known = known or Memo()
     shared: list[Shared] = []
 
+    both, each = profile, max(1, batch // len(cluster.devices))
+
     def with_one_way(given: ModelProfile) -> ModelProfile:
         """The profile with the way to share experts that is faster at each degree."""
+        nonlocal both
+        both = given
         prices = CostModel.of(given, cluster, precision=settings.precision, optimizer=settings.optimizer)
         fixed = settings.fixed.experts if settings.fixed is not None else None
-        shared[:] = shared_experts(prices, max(1, batch // len(cluster.devices)), fixed)
+        shared[:] = shared_experts(prices, each, fixed)
         return with_experts(given, shared)
+
+    def with_other_ways(found: Found, run: Callable[[], Found]) -> Found:
+        """The better one of what is *found* and what a search finds with the ways to share experts that are faster with
+        the rows that devices have in it, if these are others."""
+        nonlocal profile, each
+        rows = _rows_with_experts(found)
+        before, ways = profile, list(shared)
+        if rows is None or not shared or stop():
+            return found
+        each = rows
+        profile = with_one_way(both)
+        if [one.way for one in shared] != [one.way for one in ways]:
+            with suppress(InfeasibleError, UsageError, Stopped):  # nothing fits, or there is no time left
+                other = run()
+                if other.best.prediction.step_seconds < found.best.prediction.step_seconds:
+                    return other
+        profile, shared[:] = before, ways
+        return found
 
     profile = with_one_way(profile)
 
@@ -164,6 +186,8 @@ def search_plans(
         _require_priced(settings)
         options: dict[str, Any] = {"settings": settings, "progress": progress, "stop": stop, "known": known}
         found = search(profile, cluster, batch=batch, **options, **more)
+        options["known"] = None
+        found = with_other_ways(found, lambda: search(profile, cluster, batch=batch, **options, **more))
         writer = PlanWriter(
             profile, cluster, batch, None, settings.gradient_dtype, settings.step_in_backward, settings.reduce
         )
@@ -210,6 +234,9 @@ def search_plans(
                 tried.best_of(one, simple, settings.top)
         return found
 
+    def in_time() -> SearchSettings:
+        return replace(wanted, time_limit=max(tried.until - time.monotonic(), LEAST_SHARE * settings.time_limit))
+
     placed: Iterable[Choice] = ()
     if with_tables is not None and _places_tables(settings):
         how: Any = {"micro_batches": settings.micro_batches or 1, "schedules": settings.schedules}
@@ -231,10 +258,11 @@ def search_plans(
             seconds=time.monotonic() - begin,
         )
         return Searched(choices=tuple(ranked), refused=(), found=found)
+    found = with_other_ways(found, lambda: searched(cluster, in_time(), None))
+    tried.writer = replace(tried.writer, profile=profile)
     while not tried.choices and not tried.gives_up() and (room := tried.with_less_memory(cluster)) is not None:
-        left = replace(wanted, time_limit=max(tried.until - time.monotonic(), LEAST_SHARE * settings.time_limit))
         with suppress(InfeasibleError, UsageError):  # nothing fits, or there is no time left
-            searched(room, left, None)
+            searched(room, in_time(), None)
             continue
         break
     prices = prices_of(profile, cluster, batch=batch, settings=settings).under(*settings.way)
@@ -260,6 +288,12 @@ def search_plans(
         found=replace(found, candidates=found.candidates[: settings.top]),
         shared=tuple(shared),
     )
+
+
+def _rows_with_experts(found: Found) -> int | None:
+    """Rows of a micro-batch for each device that divides experts, in the best plan that has such devices."""
+    stages = (stage for candidate in found.candidates for stage in candidate.stages if stage.expert > 1)
+    return next((max(1, max(stage.rows) // stage.expert) for stage in stages), None)
 
 
 def _places_tables(settings: SearchSettings) -> bool:
