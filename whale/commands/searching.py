@@ -153,18 +153,17 @@ def search_plans(
         """The better one of what is *found* and what a search finds with the ways to share experts that are faster with
         the rows that devices have in it, if these are others."""
         nonlocal profile, each
-        rows = _rows_with_experts(found)
-        before, ways = profile, list(shared)
+        rows, before = _rows_with_experts(found), (profile, each, list(shared))
         if rows is None or not shared or stop():
             return found
         each = rows
         profile = with_one_way(both)
-        if [one.way for one in shared] != [one.way for one in ways]:
+        if [one.way for one in shared] != [one.way for one in before[-1]]:
             with suppress(InfeasibleError, UsageError, Stopped):  # nothing fits, or there is no time left
                 other = run()
                 if other.best.prediction.step_seconds < found.best.prediction.step_seconds:
                     return other
-        profile, shared[:] = before, ways
+        profile, each, shared[:] = before
         return found
 
     profile = with_one_way(profile)
