@@ -469,7 +469,7 @@ def _check_precision(precision: str) -> None:
 
 
 def _check_casts(model: nn.Module, precision: str | None) -> None:
-    """Refuse a precision that changes nothing: ``torch.autocast`` leaves float64 as it is. fp16 scales the loss, too."""
+    """Refuse a precision that changes nothing: ``torch.autocast`` leaves float64 as it is; fp16 scales the loss."""
     if precision == "bf16" and {p.dtype for p in model.parameters()} == {torch.float64}:
         raise UsageError(
             "precision='bf16' changes nothing: the model's parameters are float64, which torch.autocast leaves "
