@@ -52,8 +52,8 @@ def _placed(
         )
         if meshes.prices.stack.zero:
             rows = _none_without(rows)
-        # A replica without rows would only sum gradients with the others; those of an expert group belong together.
-        used = [index for index, count in enumerate(rows) if count or mesh.expert > 1]
+        # A replica without rows would only sum gradients with the others, unless it owns states or a group's experts.
+        used = [index for index, count in enumerate(rows) if count or mesh.expert > 1 or meshes.gathers_once]
         stages.append(
             StageChoice(
                 first=layers.start,

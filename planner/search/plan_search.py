@@ -417,7 +417,7 @@ class PlanSearch(Scoreboard):
         return scored
 
     def _draft(self, sequence: tuple[Mesh, ...], count: int, schedule: str) -> None:
-        if any(mesh.data > self.meshes.rows(self.batch, count) for mesh in sequence):
+        if not self._takes(sequence, count):
             return
         starts = best_cuts(self.meshes, sequence, self.batch, count, schedule)
         scored = starts and self._scored(sequence, starts, count, schedule)
@@ -426,6 +426,11 @@ class PlanSearch(Scoreboard):
         if not scored or not scored.fits:
             self._drop(counted(len(sequence), "stage"), f"no cut{self._allowed} fits in memory")
             self.lacking.append(_Lacking(sequence, count, schedule, 1.0))
+
+    def _takes(self, sequence: Iterable[Mesh], count: int) -> bool:
+        """Whether *count* micro-batches may be divided among the replicas of each mesh."""
+        rows = self.meshes.rows(self.batch, count)
+        return all(self.meshes.takes(mesh, rows) for mesh in sequence)
 
     @property
     def _allowed(self) -> str:
@@ -505,7 +510,7 @@ class PlanSearch(Scoreboard):
                 break
             sequence = given.all_devices() if isinstance(given, Family) else given
             starts = evenest_cuts(self.meshes, sequence, self.batch, count, schedule)
-            if starts is not None and all(mesh.data <= self.meshes.rows(self.batch, count) for mesh in sequence):
+            if starts is not None and self._takes(sequence, count):
                 self._note(self._scored(sequence, starts, count, schedule))
         return self.nearest is not None
 

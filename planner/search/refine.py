@@ -145,7 +145,7 @@ def _recut(meshes: CostTable, draft: PartialPlan, sequence: tuple[Mesh, ...], ba
 
 def _is_legal(meshes: CostTable, sequence: Sequence[Mesh], batch: int, micro_batches: int) -> bool:
     rows = meshes.rows(batch, micro_batches)
-    return all(sum(mesh.counts) % mesh.size == 0 and mesh.data <= rows for mesh in set(sequence))
+    return all(sum(mesh.counts) % mesh.size == 0 and meshes.takes(mesh, rows) for mesh in set(sequence))
 
 
 def _moves(
@@ -207,7 +207,7 @@ def _find_speeds(
 ) -> None:
     """Chains a second that each mesh takes, and its p2p time; None of those that are not possible."""
     rows = meshes.rows(batch, micro_batches)
-    possible = [mesh for mesh in paces if sum(mesh.counts) % mesh.size == 0 and mesh.data <= rows]
+    possible = [mesh for mesh in paces if sum(mesh.counts) % mesh.size == 0 and meshes.takes(mesh, rows)]
     meshes.find_paces(possible, rows, micro_batches)
     for mesh in possible:
         pace = meshes.paces(mesh, rows, micro_batches)
@@ -277,7 +277,7 @@ def redivided(meshes: CostTable, scored: Scored, batch: int) -> Iterator[Partial
         for division in fit_divisions(meshes, mesh.counts):
             changed = Mesh(mesh.counts, *division)
             sequence = _put(draft.meshes, {stage: changed})
-            if changed != mesh and changed.data <= rows and allowed(meshes, sequence, draft.starts):
+            if changed != mesh and meshes.takes(changed, rows) and allowed(meshes, sequence, draft.starts):
                 ahead, back, _ = meshes.costs(changed, rows, count).seconds(first, last)
                 if ahead + back < spent:
                     yield replace(draft, meshes=sequence)

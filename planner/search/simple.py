@@ -144,7 +144,7 @@ def _micro_batches(batch: int, settings: SearchSettings, stages: int) -> list[in
 
 def _scored(meshes: CostTable, sequence: tuple[Mesh, ...], batch: int, count: int, schedule: str) -> Scored | None:
     """The sequence with its best cuts; None where it does not fit. One stage may fit with other rows than by speed."""
-    if any(mesh.data > meshes.rows(batch, count) for mesh in sequence):
+    if not all(meshes.takes(mesh, meshes.rows(batch, count)) for mesh in sequence):
         return None
     starts = (0,) if len(sequence) == 1 else best_cuts(meshes, sequence, batch, count, schedule)
     if starts is None or not allowed(meshes, sequence, starts):

@@ -129,6 +129,13 @@ class CostTable(ReplicaTable):
         """Whether replicas divide states, and so sum gradients to their owners and gather parameters, once a step."""
         return self.prices.runs and self.prices.stack.zero in (1, 2) and not self.prices.combines
 
+    def takes(self, mesh: Mesh, rows: int) -> bool:
+        """Whether a micro-batch of *rows* rows may be divided among the replicas of a mesh: each has one, or some only
+        own a part of the states, of devices that are alike."""
+        if mesh.data <= rows:
+            return True
+        return self.gathers_once and mesh.expert == 1 and sum(map(bool, mesh.counts)) == 1
+
     def _owners(self, mesh: Mesh) -> int:
         """Replicas of a mesh that divide what the optimizer steps with on their devices."""
         divides = self.prices.runs and self.prices.stack.zero and not self.prices.stack.state_on_host

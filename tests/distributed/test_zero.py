@@ -105,6 +105,15 @@ def test_a_plan_says_how_its_stages_divide_their_state(worlds: Worlds) -> None:
     assert held[0] == pytest.approx(3 * held[1], rel=0.05)
 
 
+def test_a_rank_without_rows_owns_a_part_of_the_states(worlds: Worlds) -> None:
+    last = '"role": "replicate", "shares": [4, 0]}], "state": {"level": 1}}]'
+    text = PLANNED.replace('"role": "replicate"}]}]', last)
+    found = worlds.run(4, errors, {}, "decoder", {"plan": Plan.parse(text)})
+    assert all(max(loss, parameters) <= BOUND for loss, parameters, _ in found)
+    assert found[2][2] == pytest.approx(found[3][2], rel=0.05)
+    assert found[2][2] < sum(p.numel() for p in decoder(layers=2).parameters()) / 3
+
+
 def by_memory(world: World, memories: tuple[int, ...], options: dict[str, Any]) -> tuple[str, int, float]:
     """How this rank's stage divides its state on devices of these bytes, how many elements it owns, and the error."""
     cards = [

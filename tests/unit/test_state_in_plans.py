@@ -285,13 +285,13 @@ def test_an_estimate_of_degrees_is_that_of_the_plan_that_they_name(wide: ModelPr
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
-def searched(cluster: Cluster, **given: Any) -> Searched:
-    model, batch = decoder(layers=12, heads=4, width=512).float().to("meta"), tokens(16, 8)
+def searched(cluster: Cluster, rows: int = 16, degrees: tuple[int, ...] = (1, 2), **given: Any) -> Searched:
+    model, batch = decoder(layers=12, heads=4, width=512).float().to("meta"), tokens(rows, 8)
     options = Options(step_in_backward=given.get("step_in_backward", False))
     trial = CandidateCompiler(model, batch, name="wide", options=options)
-    profile = profile_model(model, batch, tensor_degrees=(1, 2), captured=trial.captured)
+    profile = profile_model(model, batch, tensor_degrees=degrees, captured=trial.captured)
     settings = SearchSettings(time_limit=60.0, max_stages=1, micro_batches=1, top=2, **given)
-    return search_plans(profile, cluster, batch=16, settings=settings, trial=trial, with_rules=trial.with_rules)
+    return search_plans(profile, cluster, batch=rows, settings=settings, trial=trial, with_rules=trial.with_rules)
 
 
 def card(memory_mib: int, name: str = "cpu", speed: float = 1e10, bandwidth: float = 1e9) -> DeviceType:
@@ -304,6 +304,17 @@ def test_a_search_divides_what_is_updated_faster_so() -> None:
     slow, whole = (searched(machines(4, card=card(300)), zero=zero) for zero in ("auto", 0))
     assert all(one.state is not None and one.state.level == 1 for one in slow.best.plan.stages)
     assert slow.best.prediction.step_seconds < 0.99 * whole.best.prediction.step_seconds
+
+
+def test_devices_without_rows_own_states_where_that_makes_updates_faster() -> None:
+    cards = machines(5, bandwidth=1e11, card=card(600))
+    found = searched(cards, rows=3, degrees=(1,), zero="auto").best
+    (chosen,) = found.candidate.stages
+    assert (chosen.rows, chosen.level) == ((1, 1, 1, 0, 0), 1)
+    assert found.compiled
+    whole = searched(cards, rows=3, degrees=(1,), zero=0).best
+    assert [stage.rows for stage in whole.candidate.stages] == [(1, 1, 1)]
+    assert found.prediction.step_seconds < whole.prediction.step_seconds
 
 
 def test_a_search_divides_what_memory_needs() -> None:
