@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -211,13 +212,26 @@ class Lowering:
         if not any(trained):
             return
         place = trained.index(True)
-        for node in [node for node in main.graph.nodes if node.op == "call_module"]:
+        flows = self._nodes_with_gradients(list(compress(main.outputs, trained)))
+        for node in [node for node in main.graph.nodes if node.op == "call_module" and node in flows]:
             module = getattr(main.root, str(node.target))
             if isinstance(module, Bridge) and module.conversion.backward_collective:
                 flat = main.graph.call_function(aten.reshape.default, (node, [-1]))
                 nothing = main.graph.call_function(aten.slice.Tensor, (flat, 0, 0, 0))
                 total = main.graph.call_function(aten.sum.default, (nothing,))
                 main.outputs[place] = main.graph.call_function(aten.add.Tensor, (main.outputs[place], total))
+
+    def _nodes_with_gradients(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
+        """The local nodes to which some outputs pass gradients on a rank with rows: none to what is read for choices
+        alone, such as an expert's number."""
+        main = self.emitters[MICRO_BATCH]
+        stops = {node for (value, _), node in main.env.items() if not needs_grad(value)}
+        found, left = set[fx.Node](), list(outputs)
+        while left:
+            if (node := left.pop()) not in found and node not in stops:
+                found.add(node)
+                left += node.all_input_nodes
+        return found
 
     # The walk
 

@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale
+from whale.cli.model_loader import load_model
+from whale.commands.candidates import CandidateCompiler
 from whale.compile.compile import compile_model
 from whale.compile.options import Options
 from whale.ir.cluster import Cluster
+from whale.planner.catalog import device_types
 
 
 class Biased(nn.Module):
@@ -36,4 +39,18 @@ def test_a_bias_that_crosses_a_boundary_is_summed_by_ranks_without_rows_too(micr
     options = Options(micro_batches=micro_batches)
     compilation = compile_model(model, batch, Cluster.homogeneous(4), options, device="cpu", training=True)
     for rank in range(4):
+        compilation.check(rank, None)
+
+
+def test_ranks_without_rows_send_no_gradients_of_what_only_decides() -> None:
+    """A router takes each token's largest gate, of which there is no gradient; one of three rows is one rank's of
+    two."""
+    sizes = {"layers": 1, "hidden": 1600, "ffn": 3200, "heads": 20, "experts": 6, "seq": 1024, "vocab": 512}
+    loaded = load_model("examples/models/gshard.py:gshard", sizes, batch_size=3, device="meta")
+    trial = CandidateCompiler(loaded.model, loaded.batch, name="router", options=Options())
+    cluster = Cluster.homogeneous(5, device_types()["A100-SXM4-80GB"])
+    both = [whale.replicate(2), whale.split(2)]
+    annotations = {"tokens": [whale.stage(1)], "layers.0": [whale.stage(4), *both], "": both}
+    compilation = trial.compile_annotated(annotations, cluster, rows=3, micro_batches=1)
+    for rank in range(5):
         compilation.check(rank, None)
