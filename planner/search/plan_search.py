@@ -35,7 +35,7 @@ from whale.planner.search.partial_plans import (
 )
 from whale.planner.search.partition import DeviceCountProgram, GroupedStages
 from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, SearchSettings, StageChoice, Stopped
-from whale.planner.search.refine import disturbed, redivided, refined, shifted
+from whale.planner.search.refine import disturbed, recut, redivided, refined, shifted
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
 from whale.planner.search.replica_table import HELD
 from whale.planner.search.scoreboard import Scoreboard
@@ -268,8 +268,11 @@ class PlanSearch(Scoreboard):
             leading = self._leading(1)[0]
             draft = leading.draft
             for sequence in _reorders(draft.meshes)[:MOST_EXCHANGED]:
-                self._cut(sequence, draft.micro_batches, draft.schedule)
-                self._note(self._scored(sequence, draft.starts, draft.micro_batches, draft.schedule))
+                scored = self._cut(sequence, draft.micro_batches, draft.schedule)
+                scored.append(self._scored(sequence, draft.starts, draft.micro_batches, draft.schedule))
+                self._note(scored[-1])
+                for one in best_timed(scored, 1):
+                    self._keep(recut(self.meshes, one, self.batch, self._score))
             better = self._leading(1)[0]
             if better is leading:
                 break
@@ -423,6 +426,8 @@ class PlanSearch(Scoreboard):
         scored = starts and self._scored(sequence, starts, count, schedule)
         if scored:
             self._note(scored)
+            if scored.fits:
+                self._keep(recut(self.meshes, scored, self.batch, self._score))
         if not scored or not scored.fits:
             self._drop(counted(len(sequence), "stage"), f"no cut{self._allowed} fits in memory")
             self.lacking.append(_Lacking(sequence, count, schedule, 1.0))

@@ -30,7 +30,7 @@ from whale.planner.search.partial_plans import (
 from whale.planner.search.space import Mesh
 from whale.planner.search.table import CostTable
 
-__all__ = ["disturbed", "refined", "shifted"]
+__all__ = ["disturbed", "recut", "redivided", "refined", "shifted"]
 
 NEAR = 1.03
 """Moves that come so near the best step are scored, and kept as other plans."""
@@ -263,6 +263,17 @@ def shifted(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialPl
                 starts = (*draft.starts[:stage], moved, *draft.starts[stage + 1 :])
                 if allowed(meshes, draft.meshes, starts):
                     yield replace(draft, starts=starts)
+
+
+def recut(meshes: CostTable, scored: Scored, batch: int, score: Callable[[PartialPlan], Scored]) -> Scored:
+    """The partial plan, which fits, with cuts moved by a part as long as that helps: cuts are made as if stages waited
+    for what they hand on, and that may be hidden."""
+    best = scored.timed
+    while True:
+        better = best_timed(map(score, shifted(meshes, best, batch)), 1)
+        if not better or better[0].seconds >= best.seconds:
+            return best
+        best = better[0]
 
 
 def redivided(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialPlan]:

@@ -9,6 +9,7 @@ best of each kind is compiled too, whatever its rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from math import inf
 
@@ -23,6 +24,7 @@ from whale.planner.search.least_memory import divided
 from whale.planner.search.partial_plans import PartialPlan, Scored, allowed, best_cuts, best_timed, score_partial
 from whale.planner.search.plan_search import step_seconds
 from whale.planner.search.problem import Candidate, SearchSettings
+from whale.planner.search.refine import recut
 from whale.planner.search.space import Chain, Division, Mesh, Pool, pools_of
 from whale.planner.search.table import CostTable
 
@@ -150,7 +152,8 @@ def _scored(meshes: CostTable, sequence: tuple[Mesh, ...], batch: int, count: in
     if starts is None or not allowed(meshes, sequence, starts):
         return None
     plan = PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule)
-    return score_partial(meshes, plan, batch)
+    scored = score_partial(meshes, plan, batch)
+    return recut(meshes, scored, batch, partial(score_partial, meshes, batch=batch)) if scored.fits else scored
 
 
 def _best(meshes: CostTable, drafts: Sequence[Scored], batch: int) -> Candidate | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,8 @@ from whale.planner.search import (
     searching,
 )
 from whale.planner.search.layout import laid_out
-from whale.planner.search.partial_plans import PartialPlan, likely_cuts, score_partial
+from whale.planner.search.partial_plans import PartialPlan, Scored, best_cuts, likely_cuts, score_partial
+from whale.planner.search.refine import recut
 from whale.planner.search.space import Chain, Mesh, lay_out, pools_of
 from whale.planner.search.table import CostTable
 from whale.strategies.profile import profile_model
@@ -124,6 +126,26 @@ def test_a_pipeline_is_cut_well_whether_or_not_micro_batches_fill_it(counts: tup
 
     cuts = likely_cuts(meshes, sequence, rows, rows // 2, "1f1b")
     assert min(seconds(start) for _, start in cuts) <= min(map(seconds, range(1, 10))) * 1.01
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_cuts_are_moved_where_messages_are_hidden(first: int) -> None:
+    """A message takes nearly as long as a layer, and moves while both stages compute."""
+    wide, last = (layer({FAST.name: 0.01, SLOW.name: 0.02}, output=output) for output in (8 * MIB, 1.0))
+    profile, cluster = chain([wide, last], (0,) * 6 + (1,)), machines([FAST, SLOW], Link(bandwidth=1e9, latency=1e-5))
+    prices = CostModel.of(profile, cluster, batch=16)
+    meshes = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, 7, None))
+    sequence = tuple(Mesh(counts, 1) for counts in ((1, 0), (0, 1)))[:: -1 if first else 1]
+
+    def scored(start: int) -> Scored:
+        draft = PartialPlan(meshes=sequence, starts=(0, start), micro_batches=16, schedule="1f1b")
+        return score_partial(meshes, draft, 16).timed
+
+    _, start = best_cuts(meshes, sequence, 16, 16, "1f1b") or (0, 1)
+    least = min(scored(start).seconds for start in range(1, 7))
+    assert recut(meshes, scored(start), 16, partial(score_partial, meshes, batch=16)).seconds == least
+    found = search(profile, cluster, batch=16, settings=SearchSettings(micro_batches=16, zero=0))
+    assert found.best.prediction.step_seconds <= least * (1 + 1e-9)
 
 
 def test_a_stage_goes_on_to_where_little_is_handed_on() -> None:
