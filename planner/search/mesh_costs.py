@@ -18,7 +18,7 @@ import numpy as np
 from whale.planner.balance.cuts import StageGroup
 from whale.planner.cost.groups import TensorGroup
 from whale.planner.cost.memory import message_bytes
-from whale.planner.cost.overlap import Beside, overlap
+from whale.planner.cost.overlap import Beside, Overlap, overlap
 from whale.planner.search.space import Mesh
 
 __all__ = ["Array", "Integers", "MeshCosts", "ReplicaCosts", "Tied", "added_by_sums", "counted_again"]
@@ -195,15 +195,26 @@ class MeshCosts:
 
     def seconds(self, first: int, last: int) -> tuple[float, float, float]:
         """Seconds of parts [first, last): forward, backward, and once per step."""
-        forward, backward, update, sums, leads = self._lists
+        forward, backward, update, *_ = self._lists
         ahead, back = forward[last] - forward[first], backward[last] - backward[first]
         if len(self.slices) > 1:  # one that is slower with some layers may be faster with others
             met = self.met_in(first, last)
             ahead, back = max((one.seconds(first, last) for one in self.slices), key=sum)
             ahead, back = ahead + met[0], back + met[1]
+        return ahead, back, update[last] - update[first] + self._summed(first, last, back).added
+
+    def _summed(self, first: int, last: int, backward: float) -> Overlap:
+        """The sums of the gradients of parts [first, last), whose backward takes *backward* seconds."""
+        _, _, _, sums, leads = self._lists
         lead = max(leads[first : last + 1]) - leads[first]
-        summed = overlap(sums[last] - sums[first], lead, self.message, self.beside, back)
-        return ahead, back, update[last] - update[first] + summed.added
+        return overlap(sums[last] - sums[first], lead, self.message, self.beside, backward)
+
+    def slowed_in(self, first: int, last: int, backward: float) -> float:
+        """Seconds by which sums slow the last backward of parts [first, last), which `seconds` counts once per step."""
+        if not self.beside.slowdown or not self.message:
+            return 0.0
+        summed = self._summed(first, last, backward)
+        return summed.added - summed.exposed
 
     def uneven(self, first: int, last: int) -> float:
         """How much longer the slowest slice takes for parts [first, last) than the fastest, if all take as long for the
@@ -223,13 +234,13 @@ class MeshCosts:
         forward, *_ = self._lists
         return forward[part + 1] - forward[part]
 
-    def late_in(self, first: int, last: int, begin: float) -> float:
-        """Seconds by which the first forward of parts [first, last), which would begin at *begin*, is late because each
-        part waits until its parameters and those before are gathered."""
+    def gathered_in(self, first: int, last: int) -> float:
+        """Seconds from the beginning of a step after which no forward of parts [first, last) would wait: each part
+        waits until its parameters and those before are gathered."""
         if self.gathers is None:
             return 0.0
         gathers, waits = self._gather_lists
-        return max(0.0, max(waits[first:last]) - gathers[first] + self._lists[0][first] - begin)
+        return max(waits[first:last]) - gathers[first] + self._lists[0][first]
 
     @cached_property
     def _gather_lists(self) -> tuple[list[float], list[float]]:

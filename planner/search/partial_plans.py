@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from math import inf
-from operator import add, sub
+from operator import add
 from typing import NamedTuple, TypeVar
 
 from whale.errors import InfeasibleError
@@ -107,7 +107,8 @@ class Times(NamedTuple):
     """Seconds of the stages of a partial plan: forward and backward of a micro-batch, p2p time to the next stage (and
     as much back), once per step, and of that the optimizer's; the rows of the last micro-batch, relative to the others;
     the part of p2p times that is latency, and the time that messages of other hops have the same adapters; the part of
-    forwards that needs nothing of other stages."""
+    forwards that needs nothing of other stages; from the beginning of the step until no forward waits for parameters
+    any more; and of what comes once, by how much the last backward is slower."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -118,6 +119,8 @@ class Times(NamedTuple):
     latencies: tuple[float, ...]
     others: tuple[float, ...]
     own: tuple[float, ...]
+    gathered: tuple[float, ...]
+    slowed: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +163,13 @@ class Scored:
             latencies=times.latencies,
             others=times.others,
             own=times.own,
+            gathered=times.gathered,
+            slowed=times.slowed,
         )
-        steps = (max(own + once, sent + update) for own, sent, once, update in zip(*ends, *times[3:5], strict=True))
+        steps = (
+            max(own + once - slowed, sent + update)
+            for own, sent, once, update, slowed in zip(*ends, times.once, times.update, times.slowed, strict=True)
+        )
         return replace(self, seconds=max(self.seconds, max(steps) + self.overhead), exact=True)
 
 
@@ -191,21 +199,35 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     if meshes.tied and depth > 1:
         late = [share * (own + hop) for own, hop in zip(backward, (*hops, 0.0), strict=True)]
         once = with_tied_sums(meshes, parts, once, late, rows, count)
+    gathered = [0.0] * depth
     if meshes.gathers_once:
-        begins: Iterable[float] = [0.0, *accumulate(map(add, forward, hops))]
-        if meshes.tied and depth > 1:
-            begins = map(sub, begins, late_by_ties(meshes, parts))
-        once = tuple(
-            after + costs.late_in(first, last, begin)
-            for after, costs, (_, first, last), begin in zip(once, every, parts, begins, strict=False)
-        )
+        ties = late_by_ties(meshes, parts) if meshes.tied and depth > 1 else gathered
+        spans = zip(every, parts, ties, strict=True)
+        gathered = [max(0.0, costs.gathered_in(first, last) + tie) for costs, (_, first, last), tie in spans]
     others = _others([hop - late for hop, late in zip(hops, latencies, strict=True)], near, meshes.has_one_adapter)
     own = tuple(meshes.own_seconds(costs, first, last) for costs, (_, first, last) in zip(every, parts, strict=True))
-    times = Times(forward, backward, (*hops, 0.0), once, tuple(updates), share, (*latencies, 0.0), (*others, 0.0), own)
-    loads = tuple(
-        (count - 1 + share) * (ahead + back) + after for ahead, back, after in zip(forward, backward, once, strict=True)
+    times = Times(
+        forward,
+        backward,
+        (*hops, 0.0),
+        once,
+        tuple(updates),
+        share,
+        (*latencies, 0.0),
+        (*others, 0.0),
+        own,
+        tuple(gathered),
+        tuple(
+            costs.slowed_in(first, last, back)
+            for costs, (_, first, last), back in zip(every, parts, backward, strict=True)
+        ),
     )
-    least = pipeline_bound(*times[:4], count, draft.schedule, last_share=share, own=own)
+    begins = accumulate(map(add, forward, hops), initial=0.0)
+    loads = tuple(
+        (count - 1 + share) * (ahead + back) + after + max(0.0, ready - begin)
+        for ahead, back, after, ready, begin in zip(forward, backward, once, gathered, begins, strict=True)
+    )
+    least = pipeline_bound(*times[:4], count, draft.schedule, last_share=share, own=own, gathered=gathered)
     overhead = meshes.overhead(draft.meshes)
     return Scored(
         draft=draft, times=times, seconds=least + overhead, fullness=max(fullness), loads=loads, overhead=overhead

@@ -42,6 +42,8 @@ def pipeline_ends(
     latencies: Sequence[float] = (),
     others: Sequence[float] = (),
     own: Sequence[float] = (),
+    gathered: Sequence[float] = (),
+    slowed: Sequence[float] = (),
 ) -> Ends:
     """When stages are done with their last backward and with sending its gradients.
 
@@ -55,12 +57,16 @@ def pipeline_ends(
         others: seconds for which messages of other hops have each hop's adapters between two of its own, while messages
             go both ways; none if not given.
         own: the part of each of ``forward`` that comes first and needs nothing of other stages; none if not given.
+        gathered: seconds before which no stage's forward counts as begun, because it waits for parameters; none if
+            not given.
+        slowed: seconds by which the last backward of each stage takes longer; none if not given.
 
     >>> pipeline_ends([1, 1], [2, 2], [0, 0], 4, "1f1b")
     Ends(done=[15.0, 13.0], sent=[0.0, 13.0])
     """
     none = (0.0,) * len(hops)
     latencies, others, own = latencies or none, others or none, own or none
+    gathered, slowed = gathered or none, slowed or none
     links = [hop - late for hop, late in zip(hops, latencies, strict=True)]
     each, turns = max(*forward, *links) + max(*backward, *links), 1
     if schedule != "gpipe":
@@ -73,7 +79,7 @@ def pipeline_ends(
     # What a micro-batch takes once the pipeline is full comes round with as many of them as the slowest run has stages.
     enough = min(micro_batches, len(forward) + SETTLING)
     enough += (micro_batches - enough) % turns
-    every = _ends(forward, backward, links, latencies, others, own, enough, schedule, last_share)
+    every = _ends(forward, backward, links, latencies, others, own, gathered, slowed, enough, schedule, last_share)
     later = (micro_batches - enough) * each
     return Ends(*([end + later if end else 0.0 for end in ends] for ends in every))
 
@@ -85,6 +91,8 @@ def _ends(
     latencies: Sequence[float],
     others: Sequence[float],
     own: Sequence[float],
+    gathered: Sequence[float],
+    slowed: Sequence[float],
     micro_batches: int,
     schedule: str,
     last_share: float,
@@ -98,7 +106,7 @@ def _ends(
     for slot in _slots(depth, micro_batches, schedule):
         before, both = free.copy(), bool(slot.forwards and slot.backwards)
         for stage in slot.forwards:
-            made, begin = before[stage - 1], before[stage]
+            made, begin = before[stage - 1], max(before[stage], gathered[stage])
             sent, spent, turn, early = ahead[stage], forward[stage], turn_ahead[stage] if both else 0.0, own[stage]
             if stage == slot.last_forward:
                 sent, spent, turn, early = sent * last_share, spent * last_share, turn * last_share, early * last_share
@@ -110,7 +118,7 @@ def _ends(
             made, begin = before[stage + 1], before[stage]
             sent, spent, turn = back[stage], backward[stage], turn_back[stage] if both else 0.0
             if stage == slot.last_backward:
-                sent, spent, turn = sent * last_share, spent * last_share, turn * last_share
+                sent, spent, turn = sent * last_share, spent * last_share + slowed[stage], turn * last_share
             sent = (made if made > came_up[stage] else came_up[stage]) + sent
             came_up[stage] = sent + turn
             arrived_up[stage] = ready = sent + late_back[stage]
@@ -171,6 +179,7 @@ def pipeline_bound(
     *,
     last_share: float = 1.0,
     own: Sequence[float] = (),
+    gathered: Sequence[float] = (),
 ) -> float:
     """A time before which a step cannot end. Arguments are those of `pipeline_ends`, and what comes *once* a step.
 
@@ -181,10 +190,14 @@ def pipeline_bound(
     15.0
     """
     depth = len(forward)
-    ahead_each, back_each, sent, after, early = np.array([forward, backward, hops, once, own or (0.0,) * depth])
+    none = (0.0,) * depth
+    every = np.array([forward, backward, hops, once, own or none, gathered or none])
+    ahead_each, back_each, sent, after, early, ready = every
     each, ahead, back = ahead_each + back_each, np.zeros(depth), np.zeros(depth)
     (ahead_each - early + sent)[:-1].cumsum(out=ahead[1:])
-    ahead = np.maximum(0.0, ahead - early)  # when each stage could begin without a wait
+    late = np.maximum.accumulate(np.maximum(0.0, ready + early - ahead))  # by waits for parameters
+    ahead[1:] += late[:-1]
+    ahead = np.maximum(ahead - early, ready)  # when each stage could begin without a wait
     (last_share * (back_each + sent))[:-1].cumsum(out=back[1:])
     busy = (micro_batches - 1 + last_share) * each
     ends = np.maximum.accumulate(after - back)  # of any stage before, beyond the backwards on the way to it

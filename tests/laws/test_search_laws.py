@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -393,14 +394,16 @@ def test_no_order_of_stages_holds_more_than_is_said(types: list[tuple[int, list[
     st.integers(1, 9),
     st.floats(0.05, 1.0),
     st.booleans(),
+    st.lists(st.just(0.0) | st.floats(0.0, 9.0), min_size=7, max_size=7),
 )
-@example([*([(1.0, 1.0, 1.0, 0.0, 0.0)] * 6), (2.0, 1.0, 1.0, 0.0, 1.0)], 2, 0.75, True)
+@example([*([(1.0, 1.0, 1.0, 0.0, 0.0)] * 6), (2.0, 1.0, 1.0, 0.0, 1.0)], 2, 0.75, True, [0.0] * 7)
 def test_no_pipeline_ends_before_its_bound(
-    stages: list[tuple[float, ...]], count: int, share: float, begins_alone: bool
+    stages: list[tuple[float, ...]], count: int, share: float, begins_alone: bool, waits: list[float]
 ) -> None:
     forward, backward, once, hops, parts = map(list, zip(*stages, strict=True))
     hops[-1], share = 0.0, share if count > 1 else 1.0
     own = [0.0, *(part * one * begins_alone for part, one in zip(parts[1:], forward[1:], strict=True))]
-    ends = pipeline_ends(forward, backward, hops, count, "1f1b", last_share=share, own=own)
-    least = pipeline_bound(forward, backward, hops, once, count, "1f1b", last_share=share, own=own)
+    given: Any = {"last_share": share, "own": own, "gathered": waits[: len(own)]}
+    ends = pipeline_ends(forward, backward, hops, count, "1f1b", **given)
+    least = pipeline_bound(forward, backward, hops, once, count, "1f1b", **given)
     assert least <= max(end + after for end, after in zip(ends.done, once, strict=True)) * (1 + 1e-9)
