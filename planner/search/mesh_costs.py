@@ -236,18 +236,23 @@ class MeshCosts:
 
     def gathered_in(self, first: int, last: int) -> float:
         """Seconds from the beginning of a step after which no forward of parts [first, last) would wait: each part
-        waits until its parameters and those before are gathered."""
+        waits until its parameters and those before are gathered, a bucket at a time, and gathers slow it."""
         if self.gathers is None:
             return 0.0
-        gathers, waits = self._gather_lists
-        return max(waits[first:last]) - gathers[first] + self._lists[0][first]
+        (gathers, waits), forward = self._gather_lists, self._lists[0]
+        slowed = self.beside.slowdown * min(forward[last] - forward[first], gathers[last] - gathers[first])
+        return max(waits[first:last]) - gathers[first] + forward[first] + slowed
 
     @cached_property
     def _gather_lists(self) -> tuple[list[float], list[float]]:
-        """Sums of the seconds of gathers up to each part; and for each part those with its own, without its forwards
-        before."""
+        """Sums of the seconds of gathers up to each part; and for each part those for which it waits, without the
+        forwards before: for its first bucket, and for the last one but for what it computes until then."""
         assert self.gathers is not None
-        return self.gathers.tolist(), (self.gathers[1:] - self.forward[:-1]).tolist()
+        own, forward = np.diff(self.gathers), np.diff(self.forward)
+        bucket = np.minimum(own, self.message)
+        computed = forward * (1 - bucket / np.maximum(own, 1e-12))
+        waits = np.maximum(self.gathers[:-1] + bucket, self.gathers[1:] - computed) - self.forward[:-1]
+        return self.gathers.tolist(), waits.tolist()
 
     def met_in(self, first: int, last: int) -> tuple[float, float]:
         """Seconds forward and backward of the collectives between slices in parts [first, last)."""

@@ -388,6 +388,23 @@ def test_partial_plans_price_the_sum_of_a_parameter_that_two_stages_read(meshes:
     assert partial[1] - partial[0] == pytest.approx(added, rel=0.1)
 
 
+@pytest.mark.parametrize("parameters", [1e6, 3e6, 1e7])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("starts", [(0, 3, 6), (0, 1, 6), (0, 1, 2)])
+def test_partial_plans_wait_for_gathers_and_slower_backwards(
+    starts: tuple[int, ...], micro_batches: int, parameters: float
+) -> None:
+    """Replicas divide states: what a stage gathers before its first forward, and sums beside its last backward, holds
+    up the stages after it."""
+    cluster, rows = machines([FAST] * 6, Link(bandwidth=1e9, latency=1e-5)), 4 * micro_batches
+    profile = chain([layer({FAST.name: 0.01}, parameters=parameters)], (0,) * 9)
+    prices = CostModel.of(profile, cluster, batch=rows).under("none", 1, "none")
+    table = CostTable(prices=prices, pools=pools_of(cluster), chain=Chain.of(profile.paths, 9, None))
+    plan = PartialPlan(meshes=(Mesh((2,), 1),) * 3, starts=starts, micro_batches=micro_batches, schedule="1f1b")
+    whole = laid_out(table, plan, rows).prediction.step_seconds
+    assert score_partial(table, plan, rows).timed.seconds == pytest.approx(whole, rel=1e-3)
+
+
 def test_a_device_that_gets_no_rows_is_left_out() -> None:
     profile = chain([layer({FAST.name: 0.01, SLOW.name: 0.1})], (0,) * 4)
     cluster = machines([FAST, SLOW])
