@@ -246,7 +246,7 @@ class MeshCosts:
     @cached_property
     def _gather_lists(self) -> tuple[list[float], list[float]]:
         """Sums of the seconds of gathers up to each part; and for each part those for which it waits, without the
-        forwards before: for its first bucket, and for the last one but for what it computes until then."""
+        forwards before: for its first bucket, and for the last one without what it computes until then."""
         assert self.gathers is not None
         own, forward = np.diff(self.gathers), np.diff(self.forward)
         bucket = np.minimum(own, self.message)
