@@ -224,8 +224,8 @@ class Lowering:
     def _nodes_with_gradients(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
         """The local nodes to which some outputs pass gradients on a rank with rows: none to what is read for choices
         alone, such as an expert's number."""
-        main = self.emitters[MICRO_BATCH]
-        stops = {node for (value, _), node in main.env.items() if not needs_grad(value)}
+        env = self.emitters[MICRO_BATCH].env
+        stops = set(env.values()) - {node for (value, _), node in env.items() if needs_grad(value)}
         found, left = set[fx.Node](), list(outputs)
         while left:
             if (node := left.pop()) not in found and node not in stops:
