@@ -43,14 +43,14 @@ def _placed(
     placed: Sequence[Sequence[tuple[int, ...]]],
 ) -> Candidate:
     """The partial plan with the layers of its stages, and the ranks of their data slices, simulated."""
-    stages = []
-    for stage, (mesh, layers, groups) in enumerate(zip(draft.meshes, every, placed, strict=True)):
+    stages, parts = [], draft.stages(len(meshes.chain))
+    for stage, (mesh, layers, groups, (_, *part)) in enumerate(zip(draft.meshes, every, placed, parts, strict=True)):
         held = in_flight(draft.schedule, len(draft.meshes), stage, draft.micro_batches)
         priced = [meshes.prices.group(ranks, mesh.data, mesh.expert, mesh.context) for ranks in groups]
         rows = fastest_rows(
             meshes.prices, layers, priced, meshes.rows(batch, draft.micro_batches), draft.micro_batches, held
         )
-        if meshes.prices.stack.zero:
+        if meshes.prices.stack.zero or not _may_be_fewer(meshes, mesh, rows, *part):
             rows = _none_without(rows)
         # A replica without rows would only sum gradients with the others, unless it owns states or a group's experts.
         used = [index for index, count in enumerate(rows) if count or mesh.expert > 1 or meshes.gathers_once]
@@ -76,6 +76,12 @@ def _needed(prices: CostModel, mesh: Mesh, layers: range) -> Mesh:
     """The mesh of a stage; without experts there is nothing that expert groups would split."""
     experts = prices.profile.experts
     return mesh if mesh.expert == 1 or any(experts[layer] for layer in layers) else mesh._replace(expert=1)
+
+
+def _may_be_fewer(meshes: CostTable, mesh: Mesh, rows: Sequence[int], first: int, last: int) -> bool:
+    """Whether the replicas with rows alone may be a stage of the parts [first, last), by what is decided."""
+    others = Mesh((mesh.size * sum(map(bool, rows)),), *mesh.division)
+    return first >= int(meshes.chain.allows(others)[last])
 
 
 def _none_without(rows: Sequence[int]) -> tuple[int, ...]:

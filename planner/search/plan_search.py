@@ -538,6 +538,9 @@ class PlanSearch(Scoreboard):
             needed = (one.data or 1) * (one.tensor or 1)
             if needed > num:
                 return f"{one} needs {needed} devices, but there are {num}; use smaller degrees, or more devices"
+            if (one.data or 1) > self.batch and len(self.meshes.pools) > 1:
+                rows = counted(self.batch, "row")
+                return f"{one} on devices of several types has a row for each replica, but the batch has {rows}"
         said = [str(one) for one in fixed.degrees]
         said += [f"a stage that starts at layer {start}" for start in fixed.starts]
         said += [f"at most {counted(one, 'stage')}" for one in (self.settings.max_stages,) if one is not None]

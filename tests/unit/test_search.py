@@ -416,6 +416,21 @@ def test_a_device_that_gets_no_rows_is_left_out() -> None:
     assert (stage.ranks, stage.data, stage.rows) == ((0,), 1, (3,))
 
 
+def test_replicas_of_several_types_need_rows() -> None:
+    profile, fixed = chain([UNLIKE], (0,) * 4), Fixed(degrees=(Degrees(first=0, last=4, data=3),))
+    with pytest.raises(InfeasibleError, match="has a row for each replica, but the batch has 2 rows"):
+        search(profile, machines([FAST, SLOW, SLOW]), batch=2, settings=SearchSettings(fixed=fixed, zero=0))
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8])
+def test_a_device_has_rows_where_the_replicas_are_decided(rows: int) -> None:
+    profile = chain([layer({FAST.name: 0.01, SLOW.name: 0.1})], (0,) * 4)
+    fixed = Fixed(degrees=(Degrees(first=0, last=2, data=2),))
+    given = SearchSettings(fixed=fixed, zero=0)
+    for candidate in search(profile, machines([FAST, SLOW]), batch=rows, settings=given).candidates:
+        assert all(stage.data == 2 and min(stage.rows) > 0 for stage in candidate.stages if stage.first < 2)
+
+
 def test_neighbours_stand_in_the_order_in_which_messages_wait_least() -> None:
     """Two stages that are far from the bottleneck take as long in either order, by a bound."""
     types = [card("a"), card("b"), card("c", 0.06)]
