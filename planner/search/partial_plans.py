@@ -207,17 +207,17 @@ def score_partial(meshes: CostTable, draft: PartialPlan, batch: int) -> Scored:
     others = _others([hop - late for hop, late in zip(hops, latencies, strict=True)], near, meshes.has_one_adapter)
     own = tuple(meshes.own_seconds(costs, first, last) for costs, (_, first, last) in zip(every, parts, strict=True))
     times = Times(
-        forward,
-        backward,
-        (*hops, 0.0),
-        once,
-        tuple(updates),
-        share,
-        (*latencies, 0.0),
-        (*others, 0.0),
-        own,
-        tuple(gathered),
-        tuple(
+        forward=forward,
+        backward=backward,
+        hops=(*hops, 0.0),
+        once=once,
+        update=tuple(updates),
+        last_share=share,
+        latencies=(*latencies, 0.0),
+        others=(*others, 0.0),
+        own=own,
+        gathered=tuple(gathered),
+        slowed=tuple(
             costs.slowed_in(first, last, back)
             for costs, (_, first, last), back in zip(every, parts, backward, strict=True)
         ),

@@ -35,7 +35,7 @@ from whale.planner.search.partial_plans import (
 )
 from whale.planner.search.partition import DeviceCountProgram, GroupedStages
 from whale.planner.search.problem import Candidate, Dropped, Fixed, Found, SearchSettings, StageChoice, Stopped
-from whale.planner.search.refine import disturbed, recut, redivided, refined, shifted
+from whale.planner.search.refine import disturbed, redivided, refined, shifted, with_moved_cuts
 from whale.planner.search.remedies import QUICK_LOOK_SECONDS, remedies, shortage
 from whale.planner.search.replica_table import HELD
 from whale.planner.search.scoreboard import Scoreboard
@@ -272,7 +272,7 @@ class PlanSearch(Scoreboard):
                 scored.append(self._scored(sequence, draft.starts, draft.micro_batches, draft.schedule))
                 self._note(scored[-1])
                 for one in best_timed(scored, 1):
-                    self._keep(recut(self.meshes, one, self.batch, self._score))
+                    self._keep(with_moved_cuts(self.meshes, one, self.batch, self._score))
             better = self._leading(1)[0]
             if better is leading:
                 break
@@ -427,7 +427,7 @@ class PlanSearch(Scoreboard):
         if scored:
             self._note(scored)
             if scored.fits:
-                self._keep(recut(self.meshes, scored, self.batch, self._score))
+                self._keep(with_moved_cuts(self.meshes, scored, self.batch, self._score))
         if not scored or not scored.fits:
             self._drop(counted(len(sequence), "stage"), f"no cut{self._allowed} fits in memory")
             self.lacking.append(_Lacking(sequence, count, schedule, 1.0))
@@ -538,9 +538,9 @@ class PlanSearch(Scoreboard):
             needed = (one.data or 1) * (one.tensor or 1)
             if needed > num:
                 return f"{one} needs {needed} devices, but there are {num}; use smaller degrees, or more devices"
-            if (one.data or 1) > self.batch and len(self.meshes.pools) > 1:
+            if (one.data or 1) > self.batch:
                 rows = counted(self.batch, "row")
-                return f"{one} on devices of several types has a row for each replica, but the batch has {rows}"
+                return f"{one} needs a row for each replica, but the batch has {rows}; use fewer, or a larger batch"
         said = [str(one) for one in fixed.degrees]
         said += [f"a stage that starts at layer {start}" for start in fixed.starts]
         said += [f"at most {counted(one, 'stage')}" for one in (self.settings.max_stages,) if one is not None]

@@ -30,7 +30,7 @@ from whale.planner.search.partial_plans import (
 from whale.planner.search.space import Mesh
 from whale.planner.search.table import CostTable
 
-__all__ = ["disturbed", "recut", "redivided", "refined", "shifted"]
+__all__ = ["disturbed", "redivided", "refined", "shifted", "with_moved_cuts"]
 
 NEAR = 1.03
 """Moves that come so near the best step are scored, and kept as other plans."""
@@ -265,7 +265,7 @@ def shifted(meshes: CostTable, scored: Scored, batch: int) -> Iterator[PartialPl
                     yield replace(draft, starts=starts)
 
 
-def recut(meshes: CostTable, scored: Scored, batch: int, score: Callable[[PartialPlan], Scored]) -> Scored:
+def with_moved_cuts(meshes: CostTable, scored: Scored, batch: int, score: Callable[[PartialPlan], Scored]) -> Scored:
     """The partial plan, which fits, with cuts moved by a part as long as that helps: cuts are made as if stages waited
     for what they hand on, and that may be hidden."""
     best = scored.timed

@@ -24,7 +24,7 @@ from whale.planner.search.least_memory import divided
 from whale.planner.search.partial_plans import PartialPlan, Scored, allowed, best_cuts, best_timed, score_partial
 from whale.planner.search.plan_search import step_seconds
 from whale.planner.search.problem import Candidate, SearchSettings
-from whale.planner.search.refine import recut
+from whale.planner.search.refine import with_moved_cuts
 from whale.planner.search.space import Chain, Division, Mesh, Pool, pools_of
 from whale.planner.search.table import CostTable
 
@@ -153,7 +153,9 @@ def _scored(meshes: CostTable, sequence: tuple[Mesh, ...], batch: int, count: in
         return None
     plan = PartialPlan(meshes=sequence, starts=starts, micro_batches=count, schedule=schedule)
     scored = score_partial(meshes, plan, batch)
-    return recut(meshes, scored, batch, partial(score_partial, meshes, batch=batch)) if scored.fits else scored
+    return (
+        with_moved_cuts(meshes, scored, batch, partial(score_partial, meshes, batch=batch)) if scored.fits else scored
+    )
 
 
 def _best(meshes: CostTable, drafts: Sequence[Scored], batch: int) -> Candidate | None:

@@ -31,7 +31,7 @@ from whale.planner.search import (
 )
 from whale.planner.search.layout import laid_out
 from whale.planner.search.partial_plans import PartialPlan, Scored, best_cuts, likely_cuts, score_partial
-from whale.planner.search.refine import recut
+from whale.planner.search.refine import with_moved_cuts
 from whale.planner.search.space import Chain, Mesh, lay_out, pools_of
 from whale.planner.search.table import CostTable
 from whale.strategies.profile import profile_model
@@ -143,7 +143,7 @@ def test_cuts_are_moved_where_messages_are_hidden(first: int) -> None:
 
     _, start = best_cuts(meshes, sequence, 16, 16, "1f1b") or (0, 1)
     least = min(scored(start).seconds for start in range(1, 7))
-    assert recut(meshes, scored(start), 16, partial(score_partial, meshes, batch=16)).seconds == least
+    assert with_moved_cuts(meshes, scored(start), 16, partial(score_partial, meshes, batch=16)).seconds == least
     found = search(profile, cluster, batch=16, settings=SearchSettings(micro_batches=16, zero=0))
     assert found.best.prediction.step_seconds <= least * (1 + 1e-9)
 
@@ -416,9 +416,9 @@ def test_a_device_that_gets_no_rows_is_left_out() -> None:
     assert (stage.ranks, stage.data, stage.rows) == ((0,), 1, (3,))
 
 
-def test_replicas_of_several_types_need_rows() -> None:
+def test_replicas_that_are_decided_need_rows() -> None:
     profile, fixed = chain([UNLIKE], (0,) * 4), Fixed(degrees=(Degrees(first=0, last=4, data=3),))
-    with pytest.raises(InfeasibleError, match="has a row for each replica, but the batch has 2 rows"):
+    with pytest.raises(InfeasibleError, match="needs a row for each replica, but the batch has 2 rows"):
         search(profile, machines([FAST, SLOW, SLOW]), batch=2, settings=SearchSettings(fixed=fixed, zero=0))
 
 
